@@ -28,11 +28,11 @@ from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.llama import Stage, create_stage
 from skippipe_jax.optim.update_rule import update_rule
-from skippipe_jax.program.compiler import HopNumbers, compile_plan
+from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
-from skippipe_jax.runtime.topology import Device, Topology
+from skippipe_jax.runtime.topology import Topology
 
 CLIP_NORM = 1.0
 OPTIMIZER = OptimizerConfig(beta2=0.999, weight_decay=0.0, clip_norm=CLIP_NORM)
@@ -97,9 +97,8 @@ def runtime_of(workload: Workload) -> Runtime:
         ),
         train=TrainConfig(STEPS),
     )
-    devices = [(Device(0, 0, jax.devices()[0].device_kind),)] * nodes
-    numbers = HopNumbers(program.first_free_hop)
-    topology = Topology.of(config, plan, program.host, host_of, devices, numbers)
+    kinds = [[jax.devices()[0].device_kind]]
+    topology = Topology.of(config, plan, program.host, host_of, kinds)
     schedule, alone = Schedule(config.recipe, {OWN: plan}), Membership(config.cluster, 0, 1)
     return Runtime(config, schedule, {OWN: program}, topology, {}, alone)
 

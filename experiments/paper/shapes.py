@@ -42,7 +42,7 @@ from skippipe_jax.models.node_memory import (
     memory_of_node,
     memory_of_stages,
 )
-from skippipe_jax.program.compiler import HopNumbers, compile_plan
+from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.runtime.ring import Ring
 from skippipe_jax.runtime.stage_functions import (
     TOTALS,
@@ -223,14 +223,15 @@ def counted_traffic(config: Config, plan: Plan) -> dict[str, int]:
     hop, gradient_hop = size(wire.activations.travelling), size(wire.gradients.travelling)
     [program] = compile_plan(plan, [0] * len(plan.case.nodes))
     # Of every two hops, one goes forward and the other back.
-    each_way = program.first_free_hop // 2
+    each_way = len(program.hops) // 2
     averaged = jnp.dtype(config.network.averaging_dtype or "float32").itemsize
     averaging = 0
     for stage, layers in enumerate(config.model.stage_partition(len(plan.stages))):
         parameters, _, _ = shapes(config, layers, stage == 0)
         nodes, length = plan.stages[stage], parameter_count(parameters)
-        ring = Ring.of(plan.case, stage, nodes, HopNumbers(), length, width=averaged)
-        averaging += len(ring.numbers) * ring.chunk_length * averaged
+        ring = Ring.of(plan.case, stage, nodes, length, width=averaged)
+        hops = len(nodes) * ring.steps * ring.chunks
+        averaging += hops * ring.chunk_length * averaged
     return {
         "hop": hop,
         "gradient_hop": gradient_hop,

@@ -38,10 +38,9 @@ from skippipe_jax.models.document_mask import (
 from skippipe_jax.models.sharding import (
     ALL_TIME,
     BATCH,
-    FFN,
-    HEADS,
+    FSDP,
+    TENSOR,
     TIME,
-    WIDTH,
     constrained,
     in_use,
     over_heads,
@@ -170,7 +169,7 @@ class Block(nnx.Module):
 
     def feed_forward(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
         """Apply SwiGLU to each position."""
-        gate, up = (constrained(own(x), BATCH, ALL_TIME, FFN) for own in (self.gate, self.up))
+        gate, up = (constrained(own(x), BATCH, ALL_TIME, TENSOR) for own in (self.gate, self.up))
         return self.down(jax.nn.silu(gate) * up)
 
     def attend(
@@ -191,7 +190,7 @@ class Block(nnx.Module):
         implementation = implementation_of(self.config, length, jax.default_backend())
         attend_heads = over_heads(functools.partial(attend, implementation=implementation))
         attended = attend_heads(*self.project(x, by), documents)
-        return self.output(constrained(attended, BATCH, ALL_TIME, HEADS))
+        return self.output(constrained(attended, BATCH, ALL_TIME, TENSOR))
 
 
 def precise(function: Callable[P, R]) -> Callable[P, R]:
@@ -267,7 +266,7 @@ class DataStage(Stage):
         # In float32, so that gradients are summed in it: for a frequent token, a bfloat16 sum would
         # lose most of them.
         table = self.embedding[...].astype(jnp.float32)
-        x = constrained(table[tokens], None, None, WIDTH)
+        x = constrained(table[tokens], None, None, FSDP)
         return super().__call__(mark(_cut(x.astype(self.config.compute_dtype)), begins))
 
     @precise

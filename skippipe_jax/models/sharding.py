@@ -1,4 +1,4 @@
-"""Sharding of arrays over the devices of a node, declared once by logical axes.
+"""Sharding of arrays over the devices of a node, declared once.
 
 A node is a mesh of two axes. `fsdp` splits the width of every parameter, and of its gradients and
 moments: each device stores a shard, and weights are gathered where they are used. It also splits
@@ -6,9 +6,9 @@ the batch or, if the batch has too few sequences, the tokens. `tensor` splits th
 attention, the feed-forward and the vocabulary, also while they are computed with; between blocks it
 splits the tokens instead (Megatron's sequence parallelism, arXiv 2205.05198).
 
-Model code names the axes of an array in `constrained`. This has no effect unless a stage is traced
-within a mesh (`jax.sharding.use_abstract_mesh`), which is part of the key of JAX's caches. XLA
-inserts the communication.
+Model code names the axes of an array in `constrained`: mesh axes, or axes of activations. This has
+no effect unless a stage is traced within a mesh (`jax.sharding.use_abstract_mesh`), which is part
+of the key of JAX's caches. XLA inserts the communication.
 """
 
 from __future__ import annotations
@@ -23,30 +23,20 @@ from jaxtyping import Array, PyTree
 
 FSDP, TENSOR = AXES = ("fsdp", "tensor")
 
-WIDTH, HEADS, KV_HEADS, FFN, VOCABULARY = "width", "heads", "kv_heads", "ffn", "vocabulary"
-STORED: Mapping[str, str] = {
-    WIDTH: FSDP,
-    HEADS: TENSOR,
-    KV_HEADS: TENSOR,
-    FFN: TENSOR,
-    VOCABULARY: TENSOR,
-}
-"""Mesh axis that splits each axis of a parameter."""
-
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    "query/kernel": (WIDTH, HEADS),
-    "key/kernel": (WIDTH, KV_HEADS),
-    "value/kernel": (WIDTH, KV_HEADS),
-    "output/kernel": (HEADS, WIDTH),
-    "gate/kernel": (WIDTH, FFN),
-    "up/kernel": (WIDTH, FFN),
-    "down/kernel": (FFN, WIDTH),
-    "scale": (WIDTH,),
-    "embedding": (VOCABULARY, WIDTH),
-    "head/kernel": (WIDTH, VOCABULARY),
+    "query/kernel": (FSDP, TENSOR),
+    "key/kernel": (FSDP, TENSOR),
+    "value/kernel": (FSDP, TENSOR),
+    "output/kernel": (TENSOR, FSDP),
+    "gate/kernel": (FSDP, TENSOR),
+    "up/kernel": (FSDP, TENSOR),
+    "down/kernel": (TENSOR, FSDP),
+    "scale": (FSDP,),
+    "embedding": (TENSOR, FSDP),
+    "head/kernel": (FSDP, TENSOR),
 }
-"""Last axes of each parameter, by the end of its name; axes of stacked blocks are not split.
-Gradients and moments have the names of their parameters."""
+"""Mesh axes that split the last axes of each parameter, by the end of its name; axes of stacked
+blocks are not split. Gradients and moments have the names of their parameters."""
 
 BATCH, TIME, ALL_TIME = "batch", "time", "all time"
 """Axes of activations. `TIME`: tokens between blocks, split as far as possible. `ALL_TIME`:
@@ -56,7 +46,7 @@ EVERY_PART = "vocabulary over all devices"
 
 
 def axes_of(name: str) -> tuple[str, ...]:
-    """Return the last axes of the parameter `name`, or of a gradient or moment with this name.
+    """Return the mesh axes that split the parameter `name`, or its gradient or moment.
 
     Raises:
         KeyError: if they are not declared.
@@ -72,7 +62,7 @@ def stored(name: str, dimensions: int) -> PartitionSpec:
     if dimensions == 0:
         return PartitionSpec()
     axes = axes_of(name)
-    return PartitionSpec(*[None] * (dimensions - len(axes)), *(STORED[axis] for axis in axes))
+    return PartitionSpec(*[None] * (dimensions - len(axes)), *axes)
 
 
 def used(name: str, dimensions: int) -> PartitionSpec:
@@ -102,7 +92,7 @@ def mesh_here() -> AbstractMesh | None:
 
 
 def constrained(x: Array, *axes: str | None) -> Array:
-    """Constrain the sharding of an array by its logical axes; without a mesh, change nothing."""
+    """Constrain the sharding of an array by its axes; without a mesh, change nothing."""
     mesh = mesh_here()
     if mesh is None:
         return x
@@ -174,14 +164,13 @@ def _spec(
     mesh: AbstractMesh, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> PartitionSpec:
     cuts_batch = BATCH not in axes or shape[axes.index(BATCH)] % mesh.shape[FSDP] == 0
-    of_activations = {
+    of_activations: dict[str | None, str | tuple[str, ...] | None] = {
         BATCH: FSDP if cuts_batch else None,
         TIME: TENSOR if cuts_batch else AXES,
         ALL_TIME: None if cuts_batch else FSDP,
         EVERY_PART: AXES,
-        None: None,
     }
-    return PartitionSpec(*({**STORED, **of_activations}[axis] for axis in axes))
+    return PartitionSpec(*(of_activations.get(axis, axis) for axis in axes))
 
 
 def _name(path: tuple[Any, ...]) -> str:

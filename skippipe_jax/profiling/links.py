@@ -30,8 +30,6 @@ from skippipe_jax.errors import PeerTimeout
 from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.transport import HostLink
 
-# Above all iterations of training, so that transfers have different names.
-FIRST_ITERATION = 2**37
 ROUND_TRIPS = 5
 SMALLEST_BYTES, LARGEST_BYTES, LARGEST_GROWTH = 8 * 2**10, 64 * 2**20, 8
 # A transfer of half of `TRANSFER_S` is long enough. The last transfers of all links together take
@@ -382,16 +380,16 @@ class _LinkProbe:
             )
 
     def _send(self, array: jax.Array) -> None:
-        hop = Hop(self.other, self.host, self.other)
-        self.link.send(hop, FIRST_ITERATION + self.sent, array)
+        hop = Hop("probe", self.host, self.other)
+        self.link.send(hop, self.sent, array)
         self.sent += 1
 
     def _receive(self, size: int, dtype: type) -> jax.Array:
-        hop = Hop(self.host, self.other, self.host)
+        hop = Hop("probe", self.other, self.host)
         like = jax.ShapeDtypeStruct((size,), dtype)
         # The first request opens the connection, which waits if the other host has failed.
         self.waiting = "a connection", time.time()
-        array = self.link.receive(hop, FIRST_ITERATION + self.received, like)
+        array = self.link.receive(hop, self.received, like)
         self.waiting = None
         self.received += 1
         return array

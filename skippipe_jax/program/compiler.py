@@ -4,15 +4,16 @@ Every host runs its part of the same order. The inputs of the earliest operation
 therefore complete, so hosts cannot deadlock. The compiler refuses a plan whose orders could
 deadlock, or that puts more microbatches in flight on a node than its memory holds.
 
-A number identifies the same hop on every host. All hosts therefore take the same numbers in the
-same order: for the paths of all plans, for the rings of the stages, and for held-out microbatches.
+A name identifies the same hop on every host. It says what the hop carries: the input of an
+operation, for training or for held-out microbatches, or (see `skippipe_jax.runtime`) a chunk of a
+ring or an array of a state.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
@@ -23,40 +24,23 @@ from skippipe_jax.program.schedule import with_exact_averaging
 
 @dataclass(frozen=True)
 class Hop:
-    """Transfer from node to node, identified within its iteration by `number`."""
+    """Transfer from node to node, identified within its iteration by `name`."""
 
-    number: int
+    name: str
     source: int
     target: int
-
-
-class HopNumbers:
-    """Allocator of hop numbers, each of which it gives out once.
-
-    Attributes:
-        free: the first number that is free, as are all above it.
-    """
-
-    def __init__(self, free: int = 0):
-        """Start at number `free`."""
-        self.free = free
-
-    def take(self, count: int) -> range:
-        """Take the next `count` numbers."""
-        taken = range(self.free, self.free + count)
-        self.free = taken.stop
-        return taken
 
 
 @dataclass(frozen=True)
 class Compute:
     """Instruction to run an operation, with the hops of its input and of its output.
 
-    `arrives` or `leaves` is None if the neighboring operation runs on the same node, or if there is
-    no such operation.
+    `following` is the next operation of the microbatch. `arrives` or `leaves` is None if the
+    neighboring operation runs on the same node, or if there is no such operation.
     """
 
     operation: Operation
+    following: Operation | None
     arrives: Hop | None
     leaves: Hop | None
 
@@ -73,17 +57,17 @@ Instruction = Compute | SumGradients
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions of one host for an iteration, in order.
-
-    `following[o]` is the next operation of the microbatch of operation o. Hop numbers from
-    `first_free_hop` on are unused.
-    """
+    """Instructions of one host for an iteration, in order."""
 
     host: int
     nodes: tuple[int, ...]
     instructions: tuple[Instruction, ...]
-    following: Mapping[Operation, Operation]
-    first_free_hop: int
+
+    @property
+    def hops(self) -> list[Hop]:
+        """All hops from the nodes of the host."""
+        steps = (step.leaves for step in self.instructions if isinstance(step, Compute))
+        return [hop for hop in steps if hop is not None]
 
 
 def compile_plan(plan: Plan, host_of: Sequence[int]) -> tuple[Program, ...]:
@@ -92,23 +76,13 @@ def compile_plan(plan: Plan, host_of: Sequence[int]) -> tuple[Program, ...]:
     Raises:
         InputError: if the plan's orders break a memory limit or deadlock.
     """
-    numbers = HopNumbers()
-    return _programs(global_order(plan, numbers), plan.stages, host_of, numbers.free)
+    return _programs(global_order(plan), plan.stages, host_of)
 
 
 def _programs(
-    order: Sequence[Instruction],
-    stages: Sequence[Sequence[int]],
-    host_of: Sequence[int],
-    first_free_hop: int,
+    order: Sequence[Instruction], stages: Sequence[Sequence[int]], host_of: Sequence[int]
 ) -> tuple[Program, ...]:
     """Split the instructions of an iteration into the programs of all hosts."""
-    following: dict[Operation, Operation] = {}
-    last: dict[int, Operation] = {}
-    for operation in (step.operation for step in order if isinstance(step, Compute)):
-        if operation.microbatch in last:
-            following[last[operation.microbatch]] = operation
-        last[operation.microbatch] = operation
 
     def nodes_of(instruction: Instruction) -> Sequence[int]:
         if isinstance(instruction, Compute):
@@ -122,54 +96,41 @@ def _programs(
             instructions=tuple(
                 step for step in order if any(host_of[node] == host for node in nodes_of(step))
             ),
-            following=following,
-            first_free_hop=first_free_hop,
         )
         for host in range(max(host_of) + 1)
     )
 
 
-def _computes(chain: Sequence[Operation], numbers: HopNumbers) -> list[Compute]:
-    """Return the instructions of consecutive operations of a microbatch, with their hops."""
+def _computes(chain: Sequence[Operation], use: str) -> list[Compute]:
+    """Return the instructions of consecutive operations of a microbatch, with hops for a `use`."""
     hops: list[Hop | None] = [None]
     for before, after in itertools.pairwise(chain):
         is_hop = before.node != after.node
-        hops.append(Hop(numbers.take(1).start, before.node, after.node) if is_hop else None)
+        hops.append(Hop(f"{use}: {after}", before.node, after.node) if is_hop else None)
     hops.append(None)
-    return [Compute(*step) for step in zip(chain, hops[:-1], hops[1:], strict=True)]
+    following = (*chain[1:], None)
+    return [Compute(*step) for step in zip(chain, following, hops[:-1], hops[1:], strict=True)]
 
 
 def compile_plans(
-    plans: Mapping[str, Plan], host_of: Sequence[int]
-) -> dict[str, tuple[Program, ...]]:
-    """Compile the programs of all plans of one run, by the plans' names.
-
-    The hops of rings and totals have the same numbers in all plans, so these numbers lie above the
-    hops of every plan.
+    plans: Mapping[str, Plan], host_of: Sequence[int], host: int
+) -> dict[str, Program]:
+    """Compile the programs of a host for all plans of one run, by the plans' names.
 
     Raises:
         InputError: as `compile_plan` does.
     """
-    compiled = {name: compile_plan(plan, host_of) for name, plan in plans.items()}
-    free = max(programs[0].first_free_hop for programs in compiled.values())
-    return {
-        name: tuple(replace(program, first_free_hop=free) for program in programs)
-        for name, programs in compiled.items()
-    }
+    return {name: compile_plan(plan, host_of)[host] for name, plan in plans.items()}
 
 
-def global_order(plan: Plan, numbers: HopNumbers | None = None) -> tuple[Instruction, ...]:
-    """Return all instructions of an iteration, in the order in which the simulator starts them.
-
-    Hops take their numbers from `numbers`, by default from 0 on.
-    """
-    numbers = numbers or HopNumbers()
+def global_order(plan: Plan) -> tuple[Instruction, ...]:
+    """Return all instructions of an iteration, in the order in which the simulator starts them."""
     # In `outer` mode, too: the first iterations may be exact.
     timeline = simulate_plan(with_exact_averaging(plan))
     computes = {
         compute.operation: compute
         for microbatch, path in enumerate(plan.microbatches)
-        for compute in _computes(microbatch_chain(microbatch, path), numbers)
+        for compute in _computes(microbatch_chain(microbatch, path), "training")
     }
     timed: list[tuple[float, Instruction]] = [
         (run.start_s, computes[run.operation]) for run in timeline.runs
@@ -215,7 +176,7 @@ def hosts_of_nodes(nodes: int, hosts: int, given: Sequence[int] | None) -> tuple
 
 
 def compile_held_out(
-    stages: Sequence[Sequence[int]], host_of: Sequence[int], count: int, numbers: HopNumbers
+    stages: Sequence[Sequence[int]], host_of: Sequence[int], count: int
 ) -> tuple[Program, ...]:
     """Compile programs that send `count` held-out microbatches through all stages in order.
 
@@ -230,10 +191,10 @@ def compile_held_out(
     for microbatch in range(count):
         path = [nodes[microbatch % len(nodes)] for nodes in stages]
         chain = [Operation("F", microbatch, node) for node in path]
-        chains.append(_computes([*chain, Operation("L", microbatch, path[0])], numbers))
+        chains.append(_computes([*chain, Operation("L", microbatch, path[0])], "validation"))
     order = [
         chains[microbatch][turn - microbatch]
         for turn in range(count + len(stages))
         for microbatch in range(max(0, turn - len(stages)), min(turn + 1, count))
     ]
-    return _programs(order, stages, host_of, numbers.free)
+    return _programs(order, stages, host_of)

@@ -36,7 +36,6 @@ from skippipe_jax.runtime.stage_functions import (
 )
 from skippipe_jax.runtime.state import StageState
 from skippipe_jax.runtime.totals import add_up, apart
-from skippipe_jax.runtime.wire_format import with_targets, without_targets
 
 
 class AheadOfTimeCompiler:
@@ -165,12 +164,8 @@ class _Replica:
             draw = np.zeros(4, np.uint32) if leaves and wire.gradients.is_drawn else None
             if letter == "F":
                 value = value if self.stage else self._tokens(are_inputs=True)
-                outputs, saved, _ = ahead(
-                    functions.forward, parameters, gauge, value, leaves=leaves
-                )
+                _, saved, _ = ahead(functions.forward, parameters, gauge, value, leaves=leaves)
                 saved_residuals.append(saved)
-                if leaves and self.config.averaging.is_outer:
-                    self._compile_counts(ahead, outputs)
             elif letter == "L":
                 totals = self._replicated((TOTALS,), jnp.float32)
                 arguments = gradients, totals, gauge, value, self._tokens(), draw
@@ -179,13 +174,6 @@ class _Replica:
                 for saved in saved_residuals:
                     arguments = gradients, gauge, saved, value, draw
                     ahead(functions.backward, parameters, *arguments, leaves=leaves)
-
-    def _compile_counts(self, ahead: AheadOfTimeCompiler, outputs: Any) -> None:
-        """Compile the functions that send the number of targets along with these outputs."""
-        wire_format, targets = wire_of_run(self.config).activations, self._replicated((), jnp.int32)
-        ahead(with_targets, outputs, targets)
-        ahead(without_targets, self._arriving(wire_format.with_targets), wire_format.travelling)
-        ahead(add_targets, targets, targets)
 
     def _compile_own_steps(self, ahead: AheadOfTimeCompiler) -> None:
         """Compile the functions of `outer` mode at the end of iterations.
@@ -196,7 +184,9 @@ class _Replica:
         cut = config.model.stage_partition(self.of_stages)
         arguments = state.parameters, state.optimizer_state, state.gradients
         own_step = inner_steps(config, self.of_stages)[self.stage]
-        parameters, _, _, norm = ahead(own_step, *arguments, self._replicated((), jnp.int32))
+        targets = self._replicated((), jnp.int32)
+        ahead(add_targets, targets, targets)
+        parameters, _, _, norm = ahead(own_step, *arguments, targets)
         if self.count is not None:
             ahead(share_of_norm, norm, self.count)
         if self.count == 1:
@@ -286,8 +276,8 @@ def _sum_zeros(replicas: Replicas, replica: int, dtype: Any) -> None:
     for _ in itertools.islice(part.begin(), ring.shards):
         pass
     for step, chunk, _, like in part.unrequested:
-        # One chunk of each block, as the others call the same programs.
-        if part.starts_block(chunk):
+        # One chunk of each device, as the others call the same programs.
+        if chunk < ring.shards:
             part.arrive(step, chunk, _zeros(like, here))
     replicas.states[replica].gradients = part.result()
 

@@ -13,7 +13,7 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import BUDDY
 from skippipe_jax.models.footprint import buddy_checkpoint_bytes
-from skippipe_jax.program.compiler import Hop, HopNumbers
+from skippipe_jax.program.compiler import Hop
 
 Bytes = UInt8[np.ndarray, " bytes"]
 
@@ -97,9 +97,8 @@ def copy_routes(
     plan: Plan,
     host_of: Sequence[int],
     replicas: Sequence[Sequence[int]],
-    numbers: HopNumbers,
 ) -> Iterator[CopyRoute]:
-    """Yield the routes of all stages with a buddy, with hops of the next `numbers`.
+    """Yield the routes of all stages with a buddy.
 
     A stage that all hosts serve has no buddy.
     """
@@ -114,5 +113,6 @@ def copy_routes(
         if target is not None:
             source = replicas[stage][0]
             in_a_turn = len([*pieces(-(-size // config.recovery.buddy_every))])
-            hops = tuple(Hop(number, source, target) for number in numbers.take(in_a_turn))
+            names = (f"copy of stage {stage}: {piece}" for piece in range(in_a_turn))
+            hops = tuple(Hop(name, source, target) for name in names)
             yield CopyRoute(stage, size, source, target, hops)

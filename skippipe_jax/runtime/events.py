@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+from jaxtyping import PyTree
 
 from skippipe_jax.connections.threads import SIGNAL_CHECK_S
 from skippipe_jax.errors import PeerTimeout
@@ -72,10 +73,10 @@ class EventLoop:
         self._computing += 1
         self.when_ready(array, computed)
 
-    def when_ready(self, array: jax.Array, then: Then) -> None:
-        """Call `then` once an array is ready; an error of the array is raised in the loop."""
+    def when_ready(self, arrays: PyTree, then: Then) -> None:
+        """Call `then` once arrays are ready; an error of one is raised in the loop."""
         if self.waits:
-            self.when_done(array.block_until_ready, then)
+            self.when_done(partial(jax.block_until_ready, arrays), then)
         else:
             self.post(then)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import jax
-from jax.sharding import Sharding
+from jaxtyping import PyTree
 from skippipe_sched.problem.case import Case
 from skippipe_sched.timing.hops import Queues
 
@@ -18,11 +19,11 @@ from skippipe_jax.runtime.spread import whole
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
-Arrived = Callable[[float, jax.Array], None]
-"""Callback with the time of arrival, and the array."""
+Arrived = Callable[[float, Any], None]
+"""Callback with the time of arrival, and the array, or the arrays, of a hop."""
 
-Request = tuple[Hop, jax.ShapeDtypeStruct, Arrived]
-"""Hop of an array, its shape and dtype, and what to call when it has arrived."""
+Request = tuple[Hop, PyTree, Arrived]
+"""Hop, shapes and dtypes of its arrays, and what to call when they have arrived."""
 
 
 class Exchange:
@@ -34,8 +35,8 @@ class Exchange:
         self.topology = topology
         self.links = links
         # Between nodes of this host: arrays sent before they were requested, and the reverse.
-        self.offered: dict[tuple[int, Hop], jax.Array] = {}
-        self.requested: dict[tuple[int, Hop], tuple[Sharding, Arrived]] = {}
+        self.offered: dict[tuple[int, Hop], PyTree] = {}
+        self.requested: dict[tuple[int, Hop], tuple[PyTree, Arrived]] = {}
         self._connections: dict[Case, Queues] = {}
 
     def connections(self, case: Case) -> Queues | None:
@@ -44,38 +45,44 @@ class Exchange:
             return None
         return self._connections.setdefault(case, Queues(case))
 
-    def give(self, hop: Hop, iteration: int, array: jax.Array) -> None:
-        """Send an array, or pass it on to a node of this host."""
+    def give(self, hop: Hop, iteration: int, arrays: PyTree) -> None:
+        """Send the arrays of a hop, or pass them on to a node of this host."""
         if not self.topology.is_local_node(hop.target):
-            sent = array if self._keeps_sharding(hop) else whole(array)
+            sent = arrays if self._keeps_sharding(hop) else jax.tree.map(whole, arrays)
             self.links[self.topology.host_of[hop.target]].send(hop, iteration, sent)
             return
         name = iteration, hop
         if name in self.requested:
-            self._deliver(array, *self.requested.pop(name))
+            self._deliver(arrays, *self.requested.pop(name))
         else:
-            self.offered[name] = array
+            self.offered[name] = arrays
 
-    def put(self, hop: Hop, array: jax.Array) -> jax.Array:
-        """Put an activation or gradient on the node of this host to which a hop leads."""
-        return jax.device_put(array, self.topology.spread(hop.target).of_hop(array.shape))
+    def put(self, hop: Hop, arrays: PyTree) -> PyTree:
+        """Put what a hop carries on the node of this host to which it leads."""
+        spread = self.topology.spread(hop.target)
+        return jax.device_put(arrays, jax.tree.map(lambda own: spread.of_hop(own.shape), arrays))
 
-    def ask(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct, then: Arrived) -> None:
-        """Request the array of a hop; call `then` with its time of arrival and the array.
+    def ask(self, hop: Hop, iteration: int, like: PyTree, then: Arrived) -> None:
+        """Request the arrays of a hop; call `then` with their time of arrival and the arrays.
 
-        It has the sharding of `like`, by default that of activations on the node.
+        They have the shardings of `like`, by default that of activations on the node.
         """
         spread, name = self.topology.spread(hop.target), (iteration, hop)
-        there = here = like.sharding or spread.of_hop(like.shape)
+        there = jax.tree.map(lambda own: own.sharding or spread.of_hop(own.shape), like)
         if not self.topology.is_local_node(hop.source):
+            here = there
+            if not self._keeps_sharding(hop):
+                here = jax.tree.map(lambda own: own.sharding or spread.first, like)
+            like = jax.tree.map(
+                lambda own, sharding: jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=sharding),
+                like,
+                here,
+            )
             link = self.links[self.topology.host_of[hop.source]]
-            if like.sharding is None and not self._keeps_sharding(hop):
-                here = spread.first
-            like = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=here)
-            array = link.receive(hop, iteration, like)
+            arrays = link.receive(hop, iteration, like)
             self.loop.when_ready(
-                array,
-                lambda at_s: then(at_s, array if here == there else jax.device_put(array, there)),
+                arrays,
+                lambda at_s: then(at_s, arrays if here == there else jax.device_put(arrays, there)),
             )
         elif name in self.offered:
             self._deliver(self.offered.pop(name), there, then)
@@ -125,6 +132,6 @@ class Exchange:
         meshes = self.topology.meshes
         return meshes[hop.source] == meshes[hop.target]
 
-    def _deliver(self, array: jax.Array, there: Sharding, then: Arrived) -> None:
-        array = jax.device_put(array, there)
-        self.loop.at(self.loop.last_event_s, lambda at_s: then(at_s, array))
+    def _deliver(self, arrays: PyTree, there: PyTree, then: Arrived) -> None:
+        arrays = jax.device_put(arrays, there)
+        self.loop.at(self.loop.last_event_s, lambda at_s: then(at_s, arrays))

@@ -13,10 +13,11 @@ import numpy as np
 from jaxtyping import Float
 
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.program.compiler import HopNumbers, compile_held_out
+from skippipe_jax.program.compiler import compile_held_out
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.iteration import Iteration
 from skippipe_jax.runtime.operations import HeldOutOperations
+from skippipe_jax.runtime.transport import expect_hops
 
 
 class HeldOut:
@@ -29,11 +30,9 @@ class HeldOut:
     def __init__(self, exchange: Exchange, operations: HeldOutOperations, count: int):
         """Compile the paths of `count` microbatches."""
         topology = exchange.topology
-        numbers = HopNumbers(topology.first_free_hop)
-        programs = compile_held_out(topology.plan.stages, topology.host_of, count, numbers)
-        for link in exchange.links.values():
-            link.expect(range(topology.first_free_hop, numbers.free))
+        programs = compile_held_out(topology.plan.stages, topology.host_of, count)
         self.program = programs[topology.host]
+        expect_hops(exchange.links, topology.host_of, self.program.hops)
         self.exchange = exchange
         self.operations = operations
         data_nodes = topology.plan.stages[0]

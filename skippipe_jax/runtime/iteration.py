@@ -203,7 +203,7 @@ class Iteration:
         queue.busy_s += end_s - run.start_s
         queue.idle_since_s = end_s
         self.ended.add(run.operation)
-        following = self.program.following.get(run.operation)
+        following = self.computes[run.operation].following
         if following is not None and result is not None:
             self._pass_on(run.operation, following, end_s, result)
         if queue.is_done:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 from skippipe_sched.problem.plan import Operation
 
 from skippipe_jax.data.batches import Batch
@@ -15,7 +16,10 @@ from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import TOTALS, Totals
 from skippipe_jax.runtime.state import NodeState, StageState
-from skippipe_jax.runtime.wire_format import Wire, with_targets, without_targets
+from skippipe_jax.runtime.wire_format import Wire
+
+COUNT = jax.ShapeDtypeStruct((), np.int32)
+"""Shape and dtype of a number of target tokens."""
 
 
 class Operations(ABC):
@@ -33,8 +37,8 @@ class Operations(ABC):
         self.names_dispatches = False
 
     @abstractmethod
-    def arriving(self, operation: Operation) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of the array that a hop brings to an operation."""
+    def arriving(self, operation: Operation) -> PyTree:
+        """Return shape and dtype of what a hop brings to an operation."""
 
     @abstractmethod
     def _keep_targets(self, operation: Operation, batch: Batch) -> None: ...
@@ -112,12 +116,15 @@ class TrainingOperations(Operations):
             if topology.stage_of[replica] == 0
         }
 
-    def arriving(self, operation: Operation) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of a hop's array: a gradient for B, else an activation."""
+    def arriving(self, operation: Operation) -> PyTree:
+        """Return shape and dtype of what a hop brings: a gradient to B, else an activation.
+
+        An activation comes with its microbatch's number of target tokens, if `sends_targets`.
+        """
         if operation.kind == "B":
             return self.wire.gradients.travelling
-        way = self.wire.activations
-        return way.with_targets if self.sends_targets else way.travelling
+        activation = self.wire.activations.travelling
+        return (activation, COUNT) if self.sends_targets else activation
 
     def _keep_targets(self, operation: Operation, batch: Batch) -> None:
         own = self.nodes[operation.node]
@@ -134,8 +141,8 @@ class TrainingOperations(Operations):
         own, state = self.nodes[node], self._state(node)
         functions = state.functions
         targets = own.counts.pop(microbatch, None)
-        if self.sends_targets and kind != "B" and value.ndim == 1:
-            value, targets = without_targets(value, self.wire.activations.travelling)
+        if isinstance(value, tuple):
+            value, targets = value
         if kind == "F":
             result, own.saved[microbatch], own.gauge = functions.forward(
                 state.in_use,
@@ -146,7 +153,7 @@ class TrainingOperations(Operations):
             if targets is not None:
                 replica = topology.replica_of[node]
                 self.targets[replica] = add_targets(self.targets[replica], targets)
-                result = with_targets(result, targets) if leaves else result
+                result = (result, targets) if leaves else result
         elif kind == "L":
             here = topology.spread(node)
             result, state.gradients, self.totals[here], own.gauge = functions.loss(

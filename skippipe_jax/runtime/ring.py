@@ -37,7 +37,7 @@ from jaxtyping import Array, Float, PyTree
 from skippipe_sched.problem.case import Case
 from skippipe_sched.timing.averaging import best_ring
 
-from skippipe_jax.program.compiler import Hop, HopNumbers
+from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.spread import NodeSharding
 
 # The amount that a server copies at a time: larger chunks would not be faster.
@@ -53,10 +53,8 @@ ANSWER_S = 0.02
 # Chunks of a segment, so that adding overlaps with sending: the fewest for small gradients, and
 # enough for large ones, even if a link is so fast that chunks could be larger.
 FEWEST_CHUNKS, ENOUGH_CHUNKS = 4, 32
-# Most arrays of a segment, which limits the results of the function that cuts the gradients.
-MOST_BLOCKS = 32
 
-Block = Float[Array, " chunks_numbers"]
+Segment = Float[Array, " chunks_numbers"]
 Chunk = Float[Array, " numbers"]
 
 
@@ -91,23 +89,19 @@ class Ring:
     """Ring of `nodes` in order, each with a replica, through which chunks pass.
 
     In each of the `steps` a replica sends at most `chunks` chunks of at most `chunk_length`
-    numbers. The replica at each position requests `ahead` chunks in advance. `numbers` are those of
-    all hops.
+    numbers. The replica at each position requests `ahead` chunks in advance.
 
     With several `shards`, each device of a node has shards of the gradients, and the chunks of a
-    segment are those of the devices in turn. A device stores its chunks of a segment in `blocks`
-    arrays of equally many. For messages, `places` are the indices of the replicas in the stage, in
-    the order of the plan.
+    segment are those of the devices in turn. For messages, `places` are the indices of the replicas
+    in the stage, in the order of the plan.
     """
 
     stage: int
     nodes: tuple[int, ...]
     steps: int
-    numbers: range
     chunks: int
     chunk_length: int
     ahead: tuple[int, ...]
-    blocks: int = 1
     shards: int = 1
     places: tuple[int, ...] = ()
 
@@ -117,14 +111,13 @@ class Ring:
         case: Case,
         stage: int,
         nodes: Sequence[int],
-        numbers: HopNumbers,
         length: int,
         *,
         shards: int = 1,
         width: int = 4,
         hop_bytes: float = math.inf,
     ) -> Ring:
-        """Make the all-reduce of gradients of `shards` of `length`, with hops of `numbers`.
+        """Make the all-reduce of gradients of `shards` of `length`.
 
         Its links are those of the `case`, and each number takes `width` bytes on them. If the links
         also carry hops, these have `hop_bytes`.
@@ -135,15 +128,10 @@ class Ring:
         fewest = min(max(largest, FEWEST_CHUNKS), ENOUGH_CHUNKS)
         wanted = max(fewest, math.ceil(size / chunk_bytes(case, nodes, hop_bytes)))
         of_shard = math.ceil(wanted / shards)
-        of_block = math.ceil(of_shard / MOST_BLOCKS)
-        blocks = math.ceil(of_shard / of_block)
-        chunks = shards * blocks * of_block
-        chunk_length = math.ceil(segment / (blocks * of_block))
-        hops = numbers.take(steps * chunks * len(nodes))
+        chunks, chunk_length = shards * of_shard, math.ceil(segment / of_shard)
         ahead = chunks_ahead(case, nodes, chunk_length * width)
         ahead = tuple(min(own, steps * chunks) for own in ahead)
-        given = stage, tuple(nodes), steps, hops, chunks, chunk_length, ahead
-        return cls(*given, blocks, shards)
+        return cls(stage, tuple(nodes), steps, chunks, chunk_length, ahead, shards)
 
     @classmethod
     def of_messages(
@@ -151,7 +139,6 @@ class Ring:
         case: Case,
         stage: int,
         replicas: Sequence[int],
-        numbers: HopNumbers,
         longest: jax.ShapeDtypeStruct,
         *,
         hop_bytes: float = math.inf,
@@ -166,24 +153,22 @@ class Ring:
         size = min(chunk_bytes(case, nodes, hop_bytes), LARGEST_CHUNK_BYTES)
         chunk_length = max(1, math.floor(size / width))
         chunks = math.ceil(longest.size / chunk_length)
-        hops = numbers.take(steps * chunks * len(nodes))
         ahead = chunks_ahead(case, nodes, chunk_length * width)
-        given = stage, nodes, steps, hops, chunks, chunk_length, ahead
+        given = stage, nodes, steps, chunks, chunk_length, ahead
         return cls(*given, places=tuple(map(replicas.index, nodes)))
 
     def hop(self, position: int, step: int, chunk: int) -> Hop:
         """Return the hop by which the replica at `position` sends a chunk in a step."""
-        return self._hop((step * self.chunks + chunk) * len(self.nodes) + position)
+        what = "messages" if self.places else "gradients"
+        following = self.nodes[(position + 1) % len(self.nodes)]
+        name = f"{what} of stage {self.stage}: {position}.{step}.{chunk}"
+        return Hop(name, self.nodes[position], following)
 
     @property
-    def hops(self) -> list[Hop]:
-        """All hops, in the order of their numbers."""
-        return [self._hop(place) for place in range(len(self.numbers))]
-
-    def _hop(self, place: int) -> Hop:
-        position = place % len(self.nodes)
-        following = self.nodes[(position + 1) % len(self.nodes)]
-        return Hop(self.numbers[place], self.nodes[position], following)
+    def hops(self) -> Iterator[Hop]:
+        """All hops."""
+        every = itertools.product(range(len(self.nodes)), range(self.steps), range(self.chunks))
+        return itertools.starmap(self.hop, every)
 
     def segment_sent(self, position: int, step: int) -> int:
         """Return the segment that the replica at `position` sends in a step of an all-reduce."""
@@ -266,59 +251,50 @@ class RingPart(RingMember):
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding),
             gradients,
         )
-        # In `blocks`, sums replace the gradients. A chunk is copied out only when it is sent, so
-        # that little memory is used in addition.
-        self._of_block = ring.chunks // (ring.blocks * ring.shards)
-        length, blocks = self._of_block * ring.chunk_length, len(ring.nodes) * ring.blocks
+        # In the segments of each shard, sums replace the gradients. A chunk is copied out only when
+        # it is sent, so that little memory is used in addition.
+        length = ring.chunks // ring.shards * ring.chunk_length
         if here is not None and ring.shards == 1:
             gradients = jax.device_put(gradients, here.first)
         own = [gradients]
         if ring.shards > 1:
             own = [jax.tree.map(lambda leaf, d=d: _shard_on(leaf, d), gradients) for d in shards]
-        self.blocks = [_cut(tree, blocks, length) for tree in own]
+        self._segments = [_cut(tree, len(ring.nodes), length) for tree in own]
 
     def _received(self, step: int, chunk: int, array: Chunk) -> Chunk:
-        blocks, block, start = self._place(self.ring.segment_sent(self.position - 1, step), chunk)
+        segment = self.ring.segment_sent(self.position - 1, step)
+        segments, start = self._place(chunk)
         last_sum = len(self.ring.nodes) - 2
         if step <= last_sum:
-            array = _added(blocks[block], start, array)
+            array = _added(segments[segment], start, array)
         if step >= last_sum:
             # The complete sum: its replica also keeps it in the rounded form that it sends.
-            is_whole = self._of_block == 1
-            blocks[block] = array if is_whole else _kept(blocks[block], start, array)
+            segments[segment] = _kept(segments[segment], start, array)
         return array
 
     def result(self) -> PyTree:
         """Return the sum of all replicas' gradients, once no chunk is `left`."""
         leaves, structure = jax.tree.flatten(self._shapes)
         if self.ring.shards == 1:
-            summed = _join(self.blocks[0], tuple(leaf.shape for leaf in leaves))
+            summed = _join(self._segments[0], tuple(leaf.shape for leaf in leaves))
             shardings = [leaf.sharding for leaf in leaves]
             return structure.unflatten(jax.device_put(summed, shardings))
         shapes = tuple(leaf.sharding.shard_shape(leaf.shape) for leaf in leaves)
-        summed = zip(*(_join(own, shapes) for own in self.blocks), strict=True)
+        summed = zip(*(_join(own, shapes) for own in self._segments), strict=True)
         return structure.unflatten(
             jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, list(parts))
             for leaf, parts in zip(leaves, summed, strict=True)
         )
 
-    def starts_block(self, chunk: int) -> bool:
-        """Return whether a chunk is the first one of a block."""
-        return self._place(0, chunk)[2] == 0
-
-    def _place(self, segment: int, chunk: int) -> tuple[list[Block], int, int]:
-        """Return the blocks of a chunk's device, its block among them, and its start in that."""
-        chunk, shard = divmod(chunk, self.ring.shards)
-        block, chunks_before = divmod(chunk, self._of_block)
-        first = segment * self.ring.blocks
-        return self.blocks[shard], first + block, chunks_before * self.ring.chunk_length
+    def _place(self, chunk: int) -> tuple[list[Segment], int]:
+        """Return the segments on a chunk's device, and its start in each of them."""
+        number, shard = divmod(chunk, self.ring.shards)
+        return self._segments[shard], number * self.ring.chunk_length
 
     def _own(self, chunk: int) -> Chunk:
-        blocks, block, start = self._place(self.position, chunk)
+        segments, start = self._place(chunk)
         dtype = self._likes[chunk].dtype
-        if self._of_block == 1:
-            return blocks[block].astype(dtype)
-        return _taken(blocks[block], start, self.ring.chunk_length, dtype)
+        return _taken(segments[self.position], start, self.ring.chunk_length, dtype)
 
 
 class Gathering(RingMember):
@@ -362,17 +338,16 @@ def _shard_on(array: Array, device: jax.Device) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _cut(tree: PyTree, blocks: int, length: int) -> list[Block]:
-    """Cut the numbers of a tree into blocks of one `length`, the last padded with zeros."""
+def _cut(tree: PyTree, segments: int, length: int) -> list[Segment]:
+    """Cut the numbers of a tree into segments of one `length`, the last padded with zeros."""
     flat = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(tree)])
-    flat = jnp.pad(flat, (0, blocks * length - flat.size))
-    return [flat[block * length : (block + 1) * length] for block in range(blocks)]
+    return jnp.split(jnp.pad(flat, (0, segments * length - flat.size)), segments)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _join(blocks: Sequence[Block], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Join the blocks to arrays of these shapes, in float32."""
-    flat = jnp.concatenate(blocks).astype(jnp.float32)
+def _join(segments: Sequence[Segment], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """Join the segments to arrays of these shapes."""
+    flat = jnp.concatenate(segments)
     starts = itertools.accumulate(map(math.prod, shapes), initial=0)
     return [
         flat[start : start + math.prod(shape)].reshape(shape)
@@ -384,16 +359,16 @@ _concatenated = jax.jit(jnp.concatenate)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _taken(block: Array, start: int, length: int, dtype: jnp.dtype) -> Array:
-    return jax.lax.dynamic_slice_in_dim(block, start, length).astype(dtype)
+def _taken(array: Array, start: int, length: int, dtype: jnp.dtype) -> Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, length).astype(dtype)
 
 
 @jax.jit
-def _added(block: Block, start: int, arrived: Chunk) -> Chunk:
-    own = jax.lax.dynamic_slice_in_dim(block, start, arrived.size)
+def _added(segment: Segment, start: int, arrived: Chunk) -> Chunk:
+    own = jax.lax.dynamic_slice_in_dim(segment, start, arrived.size)
     return (own + arrived.astype(own.dtype)).astype(arrived.dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _kept(block: Block, start: int, summed: Chunk) -> Block:
-    return jax.lax.dynamic_update_slice_in_dim(block, summed.astype(block.dtype), start, axis=0)
+def _kept(segment: Segment, start: int, summed: Chunk) -> Segment:
+    return jax.lax.dynamic_update_slice_in_dim(segment, summed.astype(segment.dtype), start, axis=0)

@@ -8,6 +8,7 @@ average their gradients (`live`) or, in `outer` mode, no host waits for all othe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.errors import GenerationEnded
 from skippipe_jax.models.node_memory import gathers_once
-from skippipe_jax.program.compiler import HopNumbers, Program
+from skippipe_jax.program.compiler import Program
 from skippipe_jax.program.schedule import OWN, Schedule, with_exact_averaging
 from skippipe_jax.runtime.background_sync import BackgroundSync
 from skippipe_jax.runtime.buddies import BuddyCheckpoints
@@ -41,9 +42,9 @@ from skippipe_jax.runtime.stage_functions import activation, wire_of_run
 from skippipe_jax.runtime.stage_rebuild import NO_RECOVERY_SOURCES, RecoverySources
 from skippipe_jax.runtime.state import Kept, Origin, OwnOrigin, StageState, make_states
 from skippipe_jax.runtime.state_transfer import DisklessStages, StateTransfers
-from skippipe_jax.runtime.topology import Topology, devices_of_nodes
+from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.totals import Outcome
-from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers
+from skippipe_jax.runtime.transport import HostLink, Transfers, expect_hops
 from skippipe_jax.storage.checkpoint import CheckpointItems, ReplicaStates
 
 T = TypeVar("T")
@@ -117,8 +118,7 @@ class Runtime:
         loop = EventLoop(config.network.deadline_s, waits=self.waits)
         self.exchange = Exchange(loop, topology, links)
         self.given = DisklessStages(topology, config, group)
-        for link in links.values():
-            link.expect(self.given.numbers, after=AFTER_A_STEP)
+        expect_hops(links, topology.host_of, self.given.hops)
         routes = topology.copy_routes if group.is_elastic else ()
         first, every = group.generation.step, config.recovery.buddy_every
         self.buddies = BuddyCheckpoints(self.exchange, self.replicas, routes, every, first, copies)
@@ -287,25 +287,20 @@ def open_runtime(
     cut = config.model.stage_partition(len(plan.stages))
     for (stage, _), state in (kept or {}).items():
         settle(config, cut[stage], state, step)
-    meshes = config.node.meshes(plan.case)
-    devices = devices_of_nodes(host_of, kinds, meshes)
-    numbers = HopNumbers(programs[OWN].first_free_hop)
     topology = Topology.of(
-        config, plan, group.index, host_of, devices, numbers, in_one_jax=group.is_distributed
+        config, plan, group.index, host_of, kinds, in_one_jax=group.is_distributed
     )
     max_lag = config.averaging.max_lag + config.averaging.is_outer
     links = transfers.links(group.generation.step, max_lag)
-    for other, numbers in topology.offered(programs.values()).items():
-        links[other].expect(numbers)
+    of_programs = (hop for program in programs.values() for hop in program.hops)
+    expect_hops(links, host_of, itertools.chain(of_programs, topology.hops))
     clock_offset = None
     if config.trace != "never":
         clock_offset = DaemonThreads().submit(group.clock_offset_s)
     transfers_of_states = StateTransfers(topology, config, group, kept or {}, remains)
     make = partial(make_states, config, topology)
     if transfers_of_states.transfers:
-        for link in links.values():
-            numbers = range(topology.first_free_hop, transfers_of_states.numbers.free)
-            link.expect(numbers, once=True)
+        expect_hops(links, host_of, transfers_of_states.hops)
         states = transfers_of_states.run(links, make, origin)
     else:
         states = make(origin, kept, own_origin=own_origin, step=step)

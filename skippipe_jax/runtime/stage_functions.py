@@ -128,37 +128,6 @@ def activation(model: ModelConfig, data: DataConfig) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, model.compute_dtype)
 
 
-@dataclass(frozen=True)
-class _Results:
-    """Shardings of results on a mesh; all None on one device, where JAX needs none.
-
-    Attributes:
-        whole: of counters and totals.
-        activations: of activations between stages, and of their gradients.
-        parameters: of parameters, and of their gradients.
-        optimizer_state: of the optimizer's state between updates.
-        gathered: of the gathered parameters of blocks.
-    """
-
-    whole: NamedSharding | None = None
-    activations: NamedSharding | None = None
-    parameters: PyTree = None
-    optimizer_state: PyTree = None
-    gathered: PyTree = None
-
-    @classmethod
-    def over(cls, mesh: Mesh, shapes: Any, wire: Wire, state_memory: str | None) -> _Results:
-        """Return the shardings over a mesh, for a stage whose state has these `shapes`."""
-        parameters, optimizer_state, _ = shapes
-        return cls(
-            NamedSharding(mesh, PartitionSpec()),
-            activations(mesh, wire.activations.computed.shape[0]),
-            named(mesh, specs(parameters)),
-            named(mesh, specs(optimizer_state), state_memory),
-            named(mesh, specs(parameters["blocks"], used)),
-        )
-
-
 @functools.cache
 def stage_functions(
     model: ModelConfig,
@@ -310,13 +279,18 @@ def stage_functions(
         return in_use(blocks, model.compute_dtype)
 
     state_memory = HOST_MEMORY if optimizer.state_memory == "host" else None
-    lies = _Results()
+    # Shardings of results on a mesh; on one device JAX needs none.
+    whole = activation_sharding = parameter_shardings = state_shardings = gathered_shardings = None
     if mesh is not None:
         assert wire is not None, "a mesh without a wire format"
-        shapes = jax.eval_shape(create, jax.random.key(0), 0)
-        lies = _Results.over(mesh, shapes, wire, state_memory)
-    of_operation = lies.activations, lies.parameters, lies.whole
-    state = lies.parameters, lies.optimizer_state, lies.parameters
+        shapes, shape_of_state, _ = jax.eval_shape(create, jax.random.key(0), 0)
+        whole = NamedSharding(mesh, PartitionSpec())
+        activation_sharding = activations(mesh, activation_format.computed.shape[0])
+        parameter_shardings = named(mesh, specs(shapes))
+        state_shardings = named(mesh, specs(shape_of_state), state_memory)
+        gathered_shardings = named(mesh, specs(shapes["blocks"], used))
+    of_operation = activation_sharding, parameter_shardings, whole
+    state = parameter_shardings, state_shardings, parameter_shardings
 
     # The gradient of the inputs can reuse the buffer of the cotangent, which has the same shape; on
     # a data stage, whose inputs are tokens, there is none. The gradient of activations can reuse
@@ -326,16 +300,16 @@ def stage_functions(
     return StageFunctions(
         state_memory=state_memory,
         create=jax.jit(create, out_shardings=state),
-        begin=jax.jit(begin, out_shardings=lies.optimizer_state),
-        no_gradients=jax.jit(zero_gradients, out_shardings=lies.parameters),
+        begin=jax.jit(begin, out_shardings=state_shardings),
+        no_gradients=jax.jit(zero_gradients, out_shardings=parameter_shardings),
         forward=jax.jit(
             precise(forward),
-            out_shardings=(lies.activations, None, lies.whole),
+            out_shardings=(activation_sharding, None, whole),
             static_argnames="leaves",
         ),
         loss=jax.jit(
             precise(loss),
-            out_shardings=(*of_operation, lies.whole),
+            out_shardings=(*of_operation, whole),
             donate_argnums=(1, 2, 4) if is_alike else (1, 2),
             static_argnames="leaves",
         ),
@@ -345,11 +319,11 @@ def stage_functions(
             donate_argnums=overwritten,
             static_argnames="leaves",
         ),
-        squared_norm=jax.jit(squared_norm, out_shardings=lies.whole),
+        squared_norm=jax.jit(squared_norm, out_shardings=whole),
         update=jax.jit(update, out_shardings=state, donate_argnums=(0, 1, 2)),
-        predict=jax.jit(precise(apply), out_shardings=lies.activations),
-        held_out=jax.jit(precise(held_out), out_shardings=lies.whole),
-        gather=jax.jit(precise(gather), out_shardings=lies.gathered),
+        predict=jax.jit(precise(apply), out_shardings=activation_sharding),
+        held_out=jax.jit(precise(held_out), out_shardings=whole),
+        gather=jax.jit(precise(gather), out_shardings=gathered_shardings),
         on=functools.partial(
             stage_functions, model, optimizer, steps, is_data_stage, layers, microbatch_tokens, wire
         ),

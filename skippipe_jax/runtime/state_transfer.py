@@ -25,7 +25,7 @@ from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus.generations import RebuiltStage
-from skippipe_jax.program.compiler import Hop, HopNumbers
+from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.spread import NodeSharding, whole
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.stage_rebuild import (
@@ -36,7 +36,7 @@ from skippipe_jax.runtime.stage_rebuild import (
 )
 from skippipe_jax.runtime.state import Kept, Origin, StageState, State, shapes_of_state
 from skippipe_jax.runtime.topology import Topology
-from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink
+from skippipe_jax.runtime.transport import HostLink
 
 # Interval at which a waiting host checks whether its group still exists.
 CHECK_INTERVAL_S = 0.5
@@ -69,20 +69,22 @@ class StateTransfer:
     def plan(
         cls,
         topology: Topology,
-        numbers: HopNumbers,
+        use: str,
         stage: int,
         source: int,
         node: int,
         shapes: PyTree,
-        **more: Any,
+        made: RebuiltStage | None = None,
+        number: int = 0,
     ) -> StateTransfer:
-        """Plan a transfer from a host to the host of a node, with hops of the next `numbers`."""
+        """Plan a transfer from a host to the host of a node, for a `use`."""
         first, target = topology.first_nodes[source], topology.host_of[node]
         count = 0 if source == target else len(jax.tree.leaves(shapes))
-        hops = tuple(Hop(number, first, node) for number in numbers.take(count))
-        return cls(stage, source, target, hops, shapes, **more)
+        what = f"{use}: stage {stage} for node {node} from source {number}"
+        hops = tuple(Hop(f"{what}: {array}", first, node) for array in range(count))
+        return cls(stage, source, target, hops, shapes, made, number)
 
-    def send(self, links: Links, arrays: PyTree, iteration: int = 0) -> None:
+    def send(self, links: Links, arrays: PyTree, iteration: int) -> None:
         """Offer the arrays; they must not be donated before the transfer."""
         for hop, array in zip(self.hops, jax.tree.leaves(arrays), strict=True):
             links[self.target].send(hop, iteration, whole(array))
@@ -91,8 +93,8 @@ class StateTransfer:
         self,
         links: Links,
         group: Group,
+        iteration: int,
         here: NodeSharding | None = None,
-        iteration: int = 0,
         *,
         store: Callable[[jax.Array], Any] = np.asarray,
         one_by_one: bool = False,
@@ -132,10 +134,14 @@ class StateTransfers:
         """
         self.topology, self.group = topology, group
         self.kept, self.remains = kept, remains
-        self.numbers = HopNumbers(topology.first_free_hop)
-        self._config = config
+        self._config, self._first = config, group.generation.step
         self._with_momentum = config.averaging.is_outer
         self.transfers = (*self._of_states(), *self._of_sources())
+
+    @property
+    def hops(self) -> Iterator[Hop]:
+        """Hops of the arrays of all transfers."""
+        return (hop for transfer in self.transfers for hop in transfer.hops)
 
     @cached_property
     def _shapes(self) -> Sequence[State]:
@@ -159,7 +165,7 @@ class StateTransfers:
             sources = sorted(owners, key=lambda host, serving=serving: host not in serving)
             for place, node in enumerate(targets.values()):
                 own = stage, sources[place % len(sources)], node, dict(self._shapes[stage])
-                yield StateTransfer.plan(self.topology, self.numbers, *own)
+                yield StateTransfer.plan(self.topology, "start", *own)
 
     def _of_sources(self) -> Iterator[StateTransfer]:
         """Plan a transfer of every source of each rebuilt stage to each host that serves it."""
@@ -169,9 +175,8 @@ class StateTransfers:
             shapes = source_shapes(made, self._shapes[made.stage])
             for node in targets.values():
                 for number, source in enumerate(map(place, made.sources)):
-                    own = made.stage, source, node, shapes
-                    more = {"made": made, "number": number}
-                    yield StateTransfer.plan(self.topology, self.numbers, *own, **more)
+                    own = made.stage, source, node, shapes, made, number
+                    yield StateTransfer.plan(self.topology, "start", *own)
 
     def run(self, links: Links, make: Make, others: Origin | None) -> Mapping[int, StageState]:
         """Run all transfers; return the states of the local replicas.
@@ -190,7 +195,7 @@ class StateTransfers:
         for transfer in sent:
             if transfer.made is not None and transfer.hops:
                 here = topology.spread(transfer.hops[0].source).first
-                transfer.send(links, jax.device_put(self._source(transfer), here))
+                transfer.send(links, jax.device_put(self._source(transfer), here), self._first)
         # An earlier group, ended during its start, may have rebuilt a stage from other sources.
         anew = {made.stage for made in self.group.generation.remade}
         kept = {of: state for of, state in self.kept.items() if of[0] not in anew}
@@ -201,7 +206,7 @@ class StateTransfers:
         for transfer in sent:
             if transfer.made is None:
                 given = of_stages[transfer.stage].to_give(with_momentum=self._with_momentum)
-                transfer.send(links, given)
+                transfer.send(links, given, self._first)
         own |= make(origin, {}, received)
         return {replica: own[replica] for replica in topology.local_replicas}
 
@@ -218,7 +223,10 @@ class StateTransfers:
                 self._source(transfer)
                 if transfer.source == transfer.target
                 else transfer.receive(
-                    links, self.group, self.topology.spread(transfer.hops[0].target)
+                    links,
+                    self.group,
+                    self._first,
+                    self.topology.spread(transfer.hops[0].target),
                 )
                 for transfer in own
             ]
@@ -241,22 +249,22 @@ class DisklessStages:
 
     Attributes:
         source_of: the host that sends each of them.
-        numbers: numbers of the hops of their arrays.
+        hops: hops of their arrays.
     """
 
     def __init__(self, topology: Topology, config: Config, group: Group):
         """Find the stages that only diskless hosts hold."""
         self._topology, self._group = topology, group
-        numbers, leader = HopNumbers(topology.first_free_hop), topology.first_nodes[0]
+        leader = topology.first_nodes[0]
         functions = functions_of_run(config, len(topology.plan.stages))
         self._transfers: list[StateTransfer] = []
         for stage, replicas in enumerate(topology.replicas):
             hosts = [topology.host_of[replica] for replica in replicas]
             if hosts and {*hosts} <= {*group.apart}:
                 own = stage, hosts[0], leader, dict(shapes_of_state(functions[stage]))
-                self._transfers.append(StateTransfer.plan(topology, numbers, *own))
+                self._transfers.append(StateTransfer.plan(topology, "checkpoint", *own))
         self.source_of = {own.stage: own.source for own in self._transfers}
-        self.numbers = range(topology.first_free_hop, numbers.free)
+        self.hops = [hop for own in self._transfers for hop in own.hops]
 
     def after(
         self, step: int, states: Mapping[int, StageState], links: Links
@@ -270,14 +278,14 @@ class DisklessStages:
         """
         if not self._transfers:
             return {}
-        iteration, received = AFTER_A_STEP + step, {}
+        received = {}
         for own in self._transfers:
             if own.source == self._topology.host:
                 state = states[self._topology.replicas[own.stage][0]].to_save()
-                own.send(links, state, iteration)
+                own.send(links, state, step)
             elif own.target == self._topology.host:
                 received[own.stage] = own.receive(
-                    links, self._group, iteration=iteration, store=beside, one_by_one=True
+                    links, self._group, step, store=beside, one_by_one=True
                 )
         # No host may update a state that the leader still receives.
         barrier(self._group, f"given/{step}", self._group.timeout_s)

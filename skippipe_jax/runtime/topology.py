@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ from skippipe_jax.config.hardware import ONE_DEVICE
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.models.node_memory import parameters_per_device
 from skippipe_jax.optim.outer import longest_message
-from skippipe_jax.program.compiler import Compute, HopNumbers, Program
+from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.copied import CopyRoute, copy_routes
 from skippipe_jax.runtime.ring import Ring
 from skippipe_jax.runtime.spread import NodeSharding
@@ -56,12 +56,12 @@ NodeDevices = tuple[Device, ...]
 def devices_of_nodes(
     host_of: Sequence[int],
     kinds: Sequence[Sequence[str]],
-    meshes: Sequence[NodeMesh | None] | None = None,
+    meshes: Sequence[NodeMesh | None],
 ) -> tuple[NodeDevices, ...]:
     """Map nodes to devices: the nodes of host h take its devices, of `kinds[h]`, in turn.
 
-    A node has the devices of its mesh in `meshes`, by default one. If its mesh is None, the devices
-    of the host are divided evenly among its nodes.
+    A node has the devices of its mesh in `meshes`. If that is None, the devices of the host are
+    divided evenly among its nodes.
 
     Raises:
         InputError: if a host has too few devices, or a mesh would wrap around from its last to its
@@ -69,8 +69,7 @@ def devices_of_nodes(
     """
     taken = [0] * len(kinds)
     devices: list[NodeDevices] = []
-    for node, host in enumerate(host_of):
-        mesh = ONE_DEVICE if meshes is None else meshes[node]
+    for node, (host, mesh) in enumerate(zip(host_of, meshes, strict=True)):
         own = len(kinds[host])
         count = max(1, own // host_of.count(host)) if mesh is None else mesh.devices
         first = taken[host] % own
@@ -166,7 +165,6 @@ class Topology:
         replicas: replicas of each stage.
         rings: ring all-reduce of each stage that is averaged by one.
         gatherings: ring all-gather of each stage in `outer` mode.
-        first_free_hop: first hop number that is unused, as are all above it.
         copy_routes: routes of buddy checkpoints.
     """
 
@@ -180,7 +178,6 @@ class Topology:
     replicas: tuple[tuple[int, ...], ...]
     rings: Mapping[int, Ring]
     gatherings: Mapping[int, Ring]
-    first_free_hop: int
     copy_routes: tuple[CopyRoute, ...] = ()
 
     @classmethod
@@ -190,16 +187,16 @@ class Topology:
         plan: Plan,
         host: int,
         host_of: Sequence[int],
-        devices: Sequence[NodeDevices],
-        numbers: HopNumbers,
+        kinds: Sequence[Sequence[str]],
         *,
         in_one_jax: bool = False,
     ) -> Topology:
-        """Lay out the run of `plan`; `numbers` are the hop numbers that its plans do not use.
+        """Lay out the run of `plan`, where `kinds[h]` are the kinds of host h's devices.
 
         Raises:
-            InputError: as `require_meshes` does.
+            InputError: as `devices_of_nodes` and `require_meshes` do.
         """
+        devices = devices_of_nodes(host_of, kinds, config.node.meshes(plan.case))
         meshes = tuple(
             config.node.mesh_of(plan.case, node) or config.node.over(len(own))
             for node, own in enumerate(devices)
@@ -229,7 +226,6 @@ class Topology:
                     plan.case,
                     stage,
                     members,
-                    numbers,
                     length,
                     shards=cut.devices,
                     width=jnp.dtype(config.network.averaging_dtype or "float32").itemsize,
@@ -241,17 +237,15 @@ class Topology:
                 plan.case,
                 stage,
                 own,
-                numbers,
                 longest_message(config.averaging, layers[stage], shapes[stage]),
                 hop_bytes=_hop_bytes(plan, host_of, own),
             )
             for stage, own in enumerate(replicas)
             if config.averaging.is_outer and len(own) > 1
         }
-        routes = tuple(copy_routes(config, plan, host_of, replicas, numbers))
-        of_hosts = plan, host, tuple(host_of), in_one_jax, tuple(devices), meshes
-        of_stages = replica_of, replicas, rings, gatherings
-        return cls(*of_hosts, *of_stages, numbers.free, routes)
+        routes = tuple(copy_routes(config, plan, host_of, replicas))
+        of_hosts = plan, host, tuple(host_of), in_one_jax, devices, meshes
+        return cls(*of_hosts, replica_of, replicas, rings, gatherings, routes)
 
     @cached_property
     def stage_of(self) -> Sequence[int]:
@@ -307,20 +301,11 @@ class Topology:
             if devices[0].host in of_hosts
         }
 
-    def offered(self, programs: Iterable[Program]) -> Mapping[int, set[int]]:
-        """Return the numbers of the hops from this host to each other host that it may request.
-
-        These are the hops of all `programs` of this host, of rings and of buddy checkpoints.
-        """
-        steps = (step for program in programs for step in program.instructions)
-        hops = [step.leaves for step in steps if isinstance(step, Compute)]
+    @property
+    def hops(self) -> Iterator[Hop]:
+        """Hops of all rings and buddy checkpoints."""
         for own in (*self.rings.values(), *self.gatherings.values(), *self.copy_routes):
-            hops += own.hops
-        numbers = {other: set() for other in self.hosts if other != self.host}
-        for hop in filter(None, hops):
-            if self.is_local_node(hop.source) and not self.is_local_node(hop.target):
-                numbers[self.host_of[hop.target]].add(hop.number)
-        return numbers
+            yield from own.hops
 
 
 def _replicas_of_nodes(

@@ -7,16 +7,18 @@ copied by `jax.device_put` instead.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import secrets
 import struct
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import transfer
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
+from jaxtyping import PyTree
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.agreement import gather
@@ -32,10 +34,6 @@ PARALLEL_COPIES = 2
 
 # Longest wait for the end of a server.
 CLOSING_S = 5.0
-
-
-# Offset of the iteration number of transfers after a step; training never has so many iterations.
-AFTER_A_STEP = 1 << 48
 
 
 class HostLink:
@@ -65,43 +63,46 @@ class HostLink:
         self.address = address
         # Opened at its first use: in elastic runs, most pairs of hosts exchange no arrays.
         self.connection: transfer.TransferConnection | None = None
-        # The last iteration in which each hop was sent, by its number.
-        self._sent: dict[int, int] = {}
+        # The last iteration in which each hop was sent, by its name.
+        self._sent: dict[str, int] = {}
         self._siblings, self._first, self._max_lag = siblings, first, max_lag
-        self._expected: list[tuple[Collection[int], int | None]] = []
+        self._expected: set[str] = set()
 
-    def expect(self, numbers: Collection[int], *, after: int = 0, once: bool = False) -> None:
-        """Note that the other host may request hops of these numbers, even if none is sent.
+    def expect(self, hop: Hop) -> None:
+        """Note that the other host may request a hop in any iteration, even if it is not sent."""
+        self._expected.add(hop.name)
 
-        It does so in each iteration, offset by `after`; or `once`, in iteration 0.
-        """
-        self._expected.append((numbers, None if once else after))
-
-    def send(self, hop: Hop, iteration: int, array: jax.Array) -> None:
-        """Offer the array of a hop until it is pulled; it must not be donated before that.
+    def send(self, hop: Hop, iteration: int, arrays: PyTree) -> None:
+        """Offer the arrays of a hop until they are pulled; they must not be donated before that.
 
         An array that is sharded over a mesh is sent by shards, to an equal mesh.
         """
-        self._open_server.await_pull(_name(self.key, hop.number, iteration), parts_of(array))
-        self._sent[hop.number] = iteration
+        parts = [part for array in jax.tree.leaves(arrays) for part in parts_of(array)]
+        self._open_server.await_pull(_name(self.key, hop.name, iteration), parts)
+        self._sent[hop.name] = iteration
 
-    def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Request the array of a hop, of shape and dtype `like`, which may be offered later.
+    def receive(self, hop: Hop, iteration: int, like: PyTree) -> PyTree:
+        """Request the arrays of a hop, of shapes and dtypes `like`, which may be offered later.
 
-        It has the sharding of `like`, by default on the first device of this host.
+        They have the shardings of `like`, by default on the first device of this host.
         """
         if self.connection is None:
             self.connection = self._open_server.connect(self.address)
-        here = like.sharding or SingleDeviceSharding(jax.local_devices()[0])
-        shape = here.shard_shape(like.shape)
+        default = SingleDeviceSharding(jax.local_devices()[0])
+        leaves, structure = jax.tree.flatten(like)
+        shardings = [leaf.sharding or default for leaf in leaves]
         wanted = [
-            jax.ShapeDtypeStruct(shape, like.dtype, sharding=SingleDeviceSharding(device))
-            for device in devices_of(here)
+            jax.ShapeDtypeStruct(
+                sharding.shard_shape(leaf.shape), leaf.dtype, sharding=SingleDeviceSharding(device)
+            )
+            for leaf, sharding in zip(leaves, shardings, strict=True)
+            for device in devices_of(sharding)
         ]
-        parts = self.connection.pull(_name(self.remote_key, hop.number, iteration), wanted)
-        if len(parts) == 1:
-            return parts[0]
-        return jax.make_array_from_single_device_arrays(like.shape, here, parts)
+        parts = iter(self.connection.pull(_name(self.remote_key, hop.name, iteration), wanted))
+        return structure.unflatten(
+            _joined(leaf.shape, sharding, [*itertools.islice(parts, len(devices_of(sharding)))])
+            for leaf, sharding in zip(leaves, shardings, strict=True)
+        )
 
     def close(self) -> None:
         """Release all offered and requested arrays; pending waits of this host fail.
@@ -116,28 +117,42 @@ class HostLink:
         # Such a pull keeps the server alive that has received it, with all offered arrays, until
         # an array is offered under its name.
         nothing = jax.device_put(np.zeros(1, np.uint8))
-        for number, iteration in self._names():
-            self.server.await_pull(_name(self.key, number, iteration), [nothing])
+        for hop, iteration in self._pending():
+            self.server.await_pull(_name(self.key, hop, iteration), [nothing])
         self.server = self.connection = None
 
-    def _names(self) -> set[tuple[int, int]]:
-        """Return number and iteration of all transfers that may be offered or requested now."""
+    def _pending(self) -> set[tuple[str, int]]:
+        """Return hop and iteration of all transfers that may be offered or requested now."""
         # The other host may be ahead, and background messages are of earlier iterations.
         back = 0 if self._max_lag == 1 else self._max_lag
         further, sent = range(-back, self._max_lag + 1), [*self._sent.items()]
-        names = {(number, last + more) for number, last in sent for more in further}
+        pending = {(hop, last + more) for hop, last in sent for more in further}
         links = self._siblings.values()
-        reached = (of for link in links for of in [*link._sent.values()] if of < AFTER_A_STEP)
-        now = max([self._first, *reached])
-        for numbers, after in self._expected:
-            iterations = [0] if after is None else [after + now + more for more in further]
-            names |= {(number, name) for number in numbers for name in iterations}
-        return {(number, name) for number, name in names if name >= 0}
+        now = max([self._first, *(of for link in links for of in [*link._sent.values()])])
+        pending |= {(hop, now + more) for hop in self._expected for more in further}
+        return {(hop, iteration) for hop, iteration in pending if iteration >= 0}
 
     @property
     def _open_server(self) -> transfer.TransferServer:
         assert self.server is not None, "the link is closed"
         return self.server
+
+
+def _joined(shape: Sequence[int], sharding: Sharding, parts: list[jax.Array]) -> jax.Array:
+    """Make an array of its shards; a single one is the array."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+
+
+def expect_hops(links: Mapping[int, HostLink], host_of: Sequence[int], hops: Iterable[Hop]) -> None:
+    """Note for all `links` which of these hops other hosts may request, as `HostLink.expect` does.
+
+    `host_of` has the host of each node. Hops that this host does not send are ignored.
+    """
+    for hop in hops:
+        if host_of[hop.source] not in links and host_of[hop.target] in links:
+            links[host_of[hop.target]].expect(hop)
 
 
 def _wait_until_free(host: str, port: int) -> None:
@@ -150,9 +165,9 @@ def _wait_until_free(host: str, port: int) -> None:
             time.sleep(0.01)
 
 
-def _name(key: bytes, number: int, iteration: int) -> int:
+def _name(key: bytes, hop: str, iteration: int) -> int:
     """Return the 64-bit name of a transfer, which cannot be guessed without the key."""
-    what = struct.pack(">QQ", iteration, number)
+    what = struct.pack(">Q", iteration) + hop.encode()
     return int.from_bytes(hashlib.blake2b(what, digest_size=8, key=key).digest())
 
 

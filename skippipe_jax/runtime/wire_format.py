@@ -11,13 +11,12 @@ They work on any array whose last axis has the channels of an activation.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from functools import cached_property
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped, UInt32
+from jaxtyping import Array, Float, UInt32
 
 from skippipe_jax.models.footprint import SCALE_BYTES
 from skippipe_jax.optim.rounding import LARGEST, from_int8, grouped, to_int8
@@ -74,12 +73,6 @@ class WireFormat:
         behind = scale_bytes.reshape(*numbers.shape[:-1], -1)
         return jnp.concatenate([quantised, marks.astype(jnp.int8), behind], axis=-1)
 
-    @cached_property
-    def with_targets(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the array of a hop with its microbatch's number of targets."""
-        targets = jax.ShapeDtypeStruct((), jnp.int32)
-        return jax.eval_shape(with_targets, self.travelling, targets)
-
     def unpack(self, array: Array) -> Float[Array, "*batch channels"]:
         """Decode the array of a hop for computation; an array that is not encoded is unchanged."""
         if array.dtype != jnp.int8:
@@ -98,26 +91,6 @@ class Wire:
 
     activations: WireFormat
     gradients: WireFormat
-
-
-@jax.jit
-def with_targets(array: Array, targets: Int[Array, ""]) -> Shaped[Array, " travelling"]:
-    """Flatten an encoded activation, and append its microbatch's number of targets.
-
-    The number is appended as four bytes, each a number that all dtypes represent exactly.
-    """
-    of_bytes = jax.lax.bitcast_convert_type(targets.astype(jnp.int32), jnp.int8)
-    return jnp.concatenate([array.ravel(), of_bytes.astype(array.dtype)])
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def without_targets(
-    array: Shaped[Array, " travelling"], like: jax.ShapeDtypeStruct
-) -> tuple[Array, Int[Array, ""]]:
-    """Separate the activation, shaped as `like`, from the number of targets."""
-    activation, of_bytes = jnp.split(array, [array.size - 4])
-    targets = jax.lax.bitcast_convert_type(of_bytes.astype(jnp.int8), jnp.int32)
-    return activation.reshape(like.shape), targets
 
 
 def scales_of(

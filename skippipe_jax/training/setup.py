@@ -284,8 +284,7 @@ def _open_inputs(
     """Open the inputs of this host for `schedule`: programs, text, and initial weights."""
     plan, host_of = schedule.plans[OWN], hosts_for(config, schedule, host.count)
     _give_threads(config, host, host_of.count(host.index), plan.case)
-    compiled = compile_plans(schedule.plans, host_of)
-    programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
+    programs = compile_plans(schedule.plans, host_of, host.index)
     serves_data = not {*plan.stages[0]}.isdisjoint(programs[OWN].nodes)
     data, held_out = open_text(config, serves_data=serves_data)
     config.model.stage_partition(len(plan.stages))
@@ -430,8 +429,7 @@ def setup_rejoining_host(config: Config, host: Membership) -> HostSetup:
     setup = HostSetup(schedule=schedule, host_of=host_of, programs={})
     if host.index >= host.count:  # The others assign its stage.
         return setup
-    compiled = compile_plans(schedule.plans, host_of)
-    programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
+    programs = compile_plans(schedule.plans, host_of, host.index)
     serves_data = not {*setup.plan.stages[0]}.isdisjoint(programs[OWN].nodes)
     data, held_out = None, ()
     with suppress(InputError):  # A host that gets a data node tries again, with a warning.

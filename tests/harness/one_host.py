@@ -6,10 +6,10 @@ from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import Config
-from skippipe_jax.program.compiler import HopNumbers, compile_plan
+from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.runtime.runtime import Runtime
-from skippipe_jax.runtime.topology import Topology, devices_of_nodes
+from skippipe_jax.runtime.topology import Topology
 
 
 def open_alone(
@@ -27,9 +27,7 @@ def open_alone(
     host_of = host_of or (0,) * len(plan.case.nodes)
     program, *_ = compile_plan(plan, host_of)
     kinds = [["cpu"] * devices] * (max(host_of) + 1)
-    device_of = devices_of_nodes(host_of, kinds, config.node.meshes(plan.case))
-    numbers = HopNumbers(program.first_free_hop)
-    topology = Topology.of(config, plan, 0, host_of, device_of, numbers)
+    topology = Topology.of(config, plan, 0, host_of, kinds)
     schedule, group = (
         Schedule(config.recipe, {OWN: plan}),
         group or Membership(config.cluster, 0, 1),

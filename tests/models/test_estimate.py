@@ -72,20 +72,6 @@ def test_one_object_with_all_figures(command: Any):
     }
 
 
-def test_a_table_for_people(command: Any):
-    code, said, _ = command(CONFIG, "--set", "model.recompute=stage")
-    head, data, inner, nodes, sent, in_a_case = said.splitlines()
-    assert code == 0
-    assert head.split()[:3] == ["stage", "layers", "nodes"]
-    assert data.startswith("0 (data)")
-    assert inner.split()[:4] == ["1", "2", "2", "3,904"]
-    assert "2 x 4.10 kB" in inner
-    assert nodes.startswith("nodes 0-2: stage 0 takes ")
-    assert nodes.endswith("; an iteration has no more microbatches")
-    assert "2 microbatches" in sent
-    assert in_a_case.endswith("activation_bytes: 4096, stage_bytes: [48832, 15616]")
-
-
 def test_copies_for_buddies_are_counted_on_hosts(command: Any):
     words = ("--set", "recovery.lost_stage=buddy")
     _, said, _ = command(CONFIG, "--json", *words)

@@ -67,27 +67,47 @@ def for_total(total: int) -> float:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Config, Case, list[int]]:
-    """A configuration, a case with sizes of its own for every node, and the nodes left open."""
-    kv_heads, length = draw(st.integers(1, 2)), draw(st.integers(2, 24))
-    heads = kv_heads * draw(st.integers(1, 3))
-    stages = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def small_configs(draw: st.DrawFn) -> Config:
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads = kv_heads * group
+    length = draw(st.integers(2, 24))
+    dtypes = st.sampled_from(["float32", "bfloat16"])
     model = {
         "vocabulary_size": draw(st.integers(8, 300)),
         "width": heads * 2 * draw(st.integers(2, 8)),
-        "layers": len(stages) + draw(st.integers(0, 3)),
+        "layers": 6,
         "heads": heads,
         "kv_heads": kv_heads,
         "ffn_width": draw(st.integers(8, 96)),
         "context": length,
-        "compute_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
+        "tied_head": draw(st.booleans()),
+        "parameter_dtype": draw(dtypes),
+        "compute_dtype": draw(dtypes),
         "recompute": draw(st.sampled_from(RECOMPUTE)),
+        "attention": draw(st.sampled_from(["auto", "blockwise"])),
     }
-    # The blocks of all stages but the first one, which has the others.
-    model["stage_layers"] = [model["layers"] - len(stages) + 1, *[1] * (len(stages) - 1)]
-    packing = draw(st.sampled_from(["windows", "documents"]))
-    data = {"sequence_length": length, "microbatch_size": 2, "packing": packing}
-    config = parse_config({"model": model, "data": data})
+    data = {
+        "sequence_length": length,
+        "microbatch_size": draw(st.integers(1, 4)),
+        "packing": draw(st.sampled_from(["windows", "documents"])),
+    }
+    travelling = st.sampled_from([None, "float32", "bfloat16", "int8"])
+    network = {"activation_dtype": draw(travelling), "gradient_dtype": draw(travelling)}
+    return parse_config({"model": model, "data": data, "network": network})
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Config, Case, list[int]]:
+    """A configuration, a case with sizes of its own for every node, and the nodes left open."""
+    config, stages = (
+        draw(small_configs()),
+        draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)),
+    )
+    layers = len(stages) + draw(st.integers(0, 3))
+    # One block in each stage but the first one, which has the others.
+    stage_layers = (layers - len(stages) + 1, *[1] * (len(stages) - 1))
+    model = replace(config.model, layers=layers, stage_layers=stage_layers)
+    config = replace(config, model=model)
     open_case = {
         "nodes": sum(stages),
         "stages": stages,

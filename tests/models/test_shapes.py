@@ -17,13 +17,13 @@ from skippipe_sched.problem.plan import load_plan
 from experiments.paper import shapes
 from skippipe_jax import Run
 from skippipe_jax.cli.main import main
-from skippipe_jax.config import Config, load_config, parse_config
-from skippipe_jax.config.model import RECOMPUTE
+from skippipe_jax.config import Config, load_config
 from skippipe_jax.models.estimate import planned_case_and_visits
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.models.node_memory import memory_of_node
 from skippipe_jax.storage.run_dir import PLAN
 from tests.harness.pictures import overlapping_texts
+from tests.models.test_in_flight import small_configs
 
 AGREE = 0.02
 
@@ -44,36 +44,6 @@ def test_formulas_agree_with_what_is_counted(measured: dict[str, Any], name: str
     assert model["largest_difference"] < AGREE
     least, most = {"500m": (0.4e9, 0.5e9), "1.5b": (1.5e9, 1.8e9), "8b": (8.03e9, 8.04e9)}[name]
     assert least < model["parameters"] < most
-
-
-@st.composite
-def small_configs(draw: st.DrawFn) -> Config:
-    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    heads = kv_heads * group
-    length = draw(st.integers(2, 24))
-    dtypes = st.sampled_from(["float32", "bfloat16"])
-    model = {
-        "vocabulary_size": draw(st.integers(8, 300)),
-        "width": heads * 2 * draw(st.integers(2, 8)),
-        "layers": 6,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "ffn_width": draw(st.integers(8, 96)),
-        "context": length,
-        "tied_head": draw(st.booleans()),
-        "parameter_dtype": draw(dtypes),
-        "compute_dtype": draw(dtypes),
-        "recompute": draw(st.sampled_from(RECOMPUTE)),
-        "attention": draw(st.sampled_from(["auto", "blockwise"])),
-    }
-    data = {
-        "sequence_length": length,
-        "microbatch_size": draw(st.integers(1, 4)),
-        "packing": draw(st.sampled_from(["windows", "documents"])),
-    }
-    travelling = st.sampled_from([None, "float32", "bfloat16", "int8"])
-    network = {"activation_dtype": draw(travelling), "gradient_dtype": draw(travelling)}
-    return parse_config({"model": model, "data": data, "network": network})
 
 
 @settings(max_examples=14)

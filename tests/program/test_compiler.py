@@ -15,7 +15,6 @@ from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_jax.program.compiler import (
     Compute,
     Hop,
-    HopNumbers,
     Instruction,
     Program,
     SumGradients,
@@ -121,12 +120,11 @@ def test_every_hop_is_sent_once_and_received_once(placement: tuple[Plan, tuple[i
     }
     assert sent.keys() == received.keys()
     assert {(sent[hop], received[hop]) for hop in sent} == expected
-    assert sorted(hop.number for hop in sent) == list(range(len(sent)))
+    assert len({hop.name for hop in sent}) == len(sent)
     for hop in sent:
         assert (hop.source, hop.target) == (sent[hop].node, received[hop].node)
-    for program in programs:
-        assert program.first_free_hop == len(sent)
-        assert {program.following[sent[hop]] for hop in sent} == set(received.values())
+    assert sum(len(program.hops) for program in programs) == len(sent)
+    assert {step.following for step in steps if step.leaves} == set(received.values())
 
 
 def run_to_the_end(plan: Plan, programs: tuple[Program, ...], pick: random.Random) -> None:
@@ -238,24 +236,23 @@ def test_held_out_microbatches_go_through_all_stages_in_order(data: st.DataObjec
     hosts = data.draw(st.integers(1, sum(sizes)))
     host_of = [node * hosts // sum(sizes) for node in range(sum(sizes))]
     count = data.draw(st.integers(0, 7))
-    numbers = HopNumbers(5)
-    programs = compile_held_out(stages, host_of, count, numbers)
+    programs = compile_held_out(stages, host_of, count)
 
     parts = [[c for c in p.instructions if isinstance(c, Compute)] for p in programs]
     computes = {compute.operation: compute for own in parts for compute in own}
     assert len(computes) == count * (len(stages) + 1)
     assert len(computes) == sum(len(program.instructions) for program in programs)
     arrived, left = [c.arrives for c in computes.values()], [c.leaves for c in computes.values()]
-    hops = {hop.number: hop for hop in left if hop is not None}
-    assert hops == {hop.number: hop for hop in arrived if hop is not None}
-    assert sorted(hops) == list(range(5, numbers.free))
+    hops = {hop.name: hop for hop in left if hop is not None}
+    assert hops == {hop.name: hop for hop in arrived if hop is not None}
+    assert len(hops) == sum(hop is not None for hop in left)
 
     for microbatch in range(count):
         path = [nodes[microbatch % len(nodes)] for nodes in stages]
         chain = [*(Operation("F", microbatch, n) for n in path)]
         chain.append(Operation("L", microbatch, path[0]))
         for before, after in itertools.pairwise(chain):
-            assert programs[0].following[before] == after
+            assert computes[before].following == after
             assert computes[before].leaves == computes[after].arrives
 
     for node in stages[0]:
@@ -266,7 +263,7 @@ def test_held_out_microbatches_go_through_all_stages_in_order(data: st.DataObjec
                 assert under_way <= len(stages) + 1
 
     # Each host in its program's order, with whatever has arrived: all of it can run.
-    before_of = {after: before for before, after in programs[0].following.items()}
+    before_of = {compute.following: own for own, compute in computes.items()}
     done: set[Operation | None] = {None}
     while any(parts):
         ready = [own for own in parts if own and before_of.get(own[0].operation) in done]
@@ -277,8 +274,7 @@ def test_held_out_microbatches_go_through_all_stages_in_order(data: st.DataObjec
 def test_held_out_microbatches_go_past_stages_that_are_left_out():
     host_of = (0, 1, 2)
     past, without = (
-        compile_held_out(stages, host_of, 3, HopNumbers())
-        for stages in (((0,), (), (1, 2)), ((0,), (1, 2)))
+        compile_held_out(stages, host_of, 3) for stages in (((0,), (), (1, 2)), ((0,), (1, 2)))
     )
     assert past == without
 

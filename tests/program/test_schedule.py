@@ -28,7 +28,6 @@ from skippipe_jax.config import (
     parse_config,
 )
 from skippipe_jax.data.batches import TrainingBatches
-from skippipe_jax.program.compiler import Compute, compile_plans
 from skippipe_jax.program.schedule import OWN, Schedule, make_schedule, stage_shares
 from skippipe_jax.reporting.page import report
 from skippipe_jax.storage.run_dir import RunDir
@@ -432,26 +431,6 @@ def test_redrawn_plans_that_take_longer_are_left_out():
         recipe = RecipeConfig(redraw_every=1, redraws=9, longest_redraw=longest)
         plans = schedule_of(recipe, own, told.append).plans
         assert len(plans.keys() - {OWN}) == len(seconds)
-
-
-def test_hops_of_rings_lie_above_those_of_all_plans():
-    [own] = drawn(1)
-    plans = schedule_of(RecipeConfig(full_every=2), own).plans
-    compiled = compile_plans(plans, (0, 0, 1, 1, 1, 0, 0))
-    used = {
-        name: [
-            hop.number
-            for program in programs
-            for step in program.instructions
-            if isinstance(step, Compute)
-            for hop in (step.arrives, step.leaves)
-            if hop is not None
-        ]
-        for name, programs in compiled.items()
-    }
-    assert max(used["full"]) > max(used[OWN])
-    free = {program.first_free_hop for programs in compiled.values() for program in programs}
-    assert free == {max(used["full"]) + 1}
 
 
 def test_shares_of_stages():

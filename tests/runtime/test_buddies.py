@@ -15,13 +15,13 @@ import pytest
 from skippipe_jax.config import Config, ModelConfig
 from skippipe_jax.config.cluster import BUDDY, RecoveryConfig
 from skippipe_jax.models.footprint import buddy_checkpoint_bytes
-from skippipe_jax.program.compiler import Hop, HopNumbers
+from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime import buddies, copied
 from skippipe_jax.runtime.buddies import BuddyCheckpoints
 from skippipe_jax.runtime.copied import Bytes, Copy, packed
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
-from skippipe_jax.runtime.topology import Topology, devices_of_nodes
+from skippipe_jax.runtime.topology import Topology
 from tests.sched.examples import plan_of
 
 PLAN = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 3], [1, 2, 4]])
@@ -33,14 +33,13 @@ CONFIG = Config(model=MODEL, recovery=RecoveryConfig(lost_stage=BUDDY, buddy_eve
 
 
 def topology_of(host: int, config: Config = CONFIG) -> Topology:
-    devices = devices_of_nodes(HOST_OF, [["cpu"]] * 4)
-    return Topology.of(config, PLAN, host, HOST_OF, devices, HopNumbers(7))
+    return Topology.of(config, PLAN, host, HOST_OF, [["cpu"]] * 4)
 
 
 class Pending:
     """An array that another host may yet have to offer."""
 
-    def __init__(self, mail: Mail, name: tuple[int, int, int], like: jax.ShapeDtypeStruct):
+    def __init__(self, mail: Mail, name: tuple[int, str, int], like: jax.ShapeDtypeStruct):
         self.mail, self.name, self.like = mail, name, like
 
     def block_until_ready(self) -> None:
@@ -57,13 +56,13 @@ class Mail:
     """What hosts send each other in one process."""
 
     def __init__(self):
-        self.offered: dict[tuple[int, int, int], jax.Array] = {}
+        self.offered: dict[tuple[int, str, int], jax.Array] = {}
         self.sizes: list[int] = []
         self.news = threading.Condition()
 
     def link(self, host: int, other: int) -> Any:
         def send(hop: Hop, iteration: int, array: jax.Array) -> None:
-            name = other, hop.number, iteration
+            name = other, hop.name, iteration
             with self.news:
                 assert name not in self.offered, "each hop is given once"
                 self.offered[name] = array
@@ -71,7 +70,7 @@ class Mail:
                 self.news.notify_all()
 
         def receive(hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> Pending:
-            return Pending(self, (host, hop.number, iteration), like)
+            return Pending(self, (host, hop.name, iteration), like)
 
         return SimpleNamespace(send=send, receive=receive)
 
@@ -134,9 +133,8 @@ def test_the_buddy_is_the_first_host_after_it_that_does_not_serve_the_stage():
         assert [(route.stage, route.source, route.target) for route in routes] == [
             (0, 0, 2), (1, 2, 3), (2, 3, 1),
         ]  # fmt: skip
-        numbers = [hop.number for route in routes for hop in route.hops]
-        assert len({*numbers}) == len(numbers)
-        assert topology_of(host).first_free_hop == topology_of(0).first_free_hop > max(numbers)
+        hops = [hop.name for route in routes for hop in route.hops]
+        assert len({*hops}) == len(hops)
     assert not topology_of(0, replace(CONFIG, recovery=RecoveryConfig())).copy_routes
 
 

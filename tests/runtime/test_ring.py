@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -20,7 +19,7 @@ from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import NodeMesh
-from skippipe_jax.program.compiler import Hop, HopNumbers
+from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.ring import (
     ANSWER_S,
     ENOUGH_CHUNKS,
@@ -31,6 +30,7 @@ from skippipe_jax.runtime.ring import (
     SMALLEST_CHUNK_BYTES,
     Gathering,
     Ring,
+    RingMember,
     RingPart,
     chunk_bytes,
 )
@@ -99,7 +99,7 @@ def test_what_is_asked_for_fills_the_link_and_delays_a_hop_little(
     nodes: int, bandwidth_MB: float, latency_s: float, hop_MB: float, length: int
 ):
     case, hop_bytes = case_of(nodes, bandwidth_MB * MB, latency_s), hop_MB * MB
-    ring = Ring.of(case, 0, range(nodes), HopNumbers(), length, width=WIDTH, hop_bytes=hop_bytes)
+    ring = Ring.of(case, 0, range(nodes), length, width=WIDTH, hop_bytes=hop_bytes)
     assert nodes * ring.chunks * ring.chunk_length >= length
     size = ring.chunk_length * WIDTH
     assert size < chunk_bytes(case, ring.nodes, hop_bytes) + WIDTH
@@ -122,24 +122,21 @@ def test_what_is_asked_for_fills_the_link_and_delays_a_hop_little(
     ],
 )
 def test_there_are_enough_chunks_on_links_that_are_quick(length: int, chunks: int):
-    ring = Ring.of(case_of(2, 10_000 * MB), 0, [0, 1], HopNumbers(), length)
+    ring = Ring.of(case_of(2, 10_000 * MB), 0, [0, 1], length)
     assert chunks <= ring.chunks <= chunks + 8
     assert 2 * ring.chunks * ring.chunk_length >= length
 
 
 def test_a_large_stage_has_as_many_chunks_as_it_takes():
-    ring = Ring.of(case_of(2, 10 * MB), 0, [0, 1], HopNumbers(), 10**9)
+    ring = Ring.of(case_of(2, 10 * MB), 0, [0, 1], 10**9)
     assert ring.chunk_length * WIDTH <= LARGEST_CHUNK_BYTES
-    assert ring.chunks == 1920
-    assert ring.blocks == 32
+    assert ring.chunks == 1908
     assert ring.ahead == (3, 2)
 
 
 def test_numbers_that_are_rounded_make_chunks_of_as_many_bytes():
     case = case_of(2, 10 * MB)
-    whole, rounded = (
-        Ring.of(case, 0, [0, 1], HopNumbers(), 10**8, width=width) for width in (4, 2)
-    )
+    whole, rounded = (Ring.of(case, 0, [0, 1], 10**8, width=width) for width in (4, 2))
     assert rounded.chunk_length == pytest.approx(2 * whole.chunk_length, rel=0.02)
 
 
@@ -154,25 +151,14 @@ def gradients(shapes: list[tuple[int, ...]], seed: int) -> dict[str, Any]:
     return {f"{i}": jnp.asarray(drawn.normal(size=s), jnp.float32) for i, s in enumerate(shapes)}
 
 
-def average(
-    ring: Ring,
-    own: list[Any],
-    dtype: Any,
-    pick: random.Random,
-    spreads: Sequence[NodeSharding | None] | None = None,
-) -> list[Any]:
-    """What every replica ends with, when hops take any time they like."""
-    spreads = spreads or [None] * len(own)
-    parts = [
-        RingPart(ring, node, tree, jnp.dtype(dtype), here)
-        for node, tree, here in zip(ring.nodes, own, spreads, strict=True)
-    ]
+def pass_round(parts: Sequence[RingMember], pick: random.Random) -> None:
+    """Deliver all chunks of a ring, when hops take any time they like."""
     expected = {
         hop: (part, step, chunk, like)
         for part in parts
         for step, chunk, hop, like in list(part.unrequested)
     }
-    assert len(expected) == len(ring.numbers)
+    assert expected.keys() == {*parts[0].ring.hops}
     underway: dict[Hop, Any] = {}
     for part in parts:
         underway |= dict(part.begin())
@@ -181,11 +167,29 @@ def average(
         array = underway.pop(hop)
         part, step, chunk, like = expected.pop(hop)
         assert (array.shape, array.dtype) == (like.shape, like.dtype)
+        assert hop.target == part.ring.nodes[part.position]
         going_on = part.arrive(step, chunk, jax.device_put(array, like.sharding))
         if going_on is not None:
+            assert going_on[0] not in underway
             underway |= dict([going_on])
     assert not expected
     assert all(part.left == 0 for part in parts)
+
+
+def average(
+    ring: Ring,
+    own: list[Any],
+    dtype: Any,
+    pick: random.Random,
+    spreads: Sequence[NodeSharding | None] | None = None,
+) -> list[Any]:
+    """What every replica ends with."""
+    spreads = spreads or [None] * len(own)
+    parts = [
+        RingPart(ring, node, tree, jnp.dtype(dtype), here)
+        for node, tree, here in zip(ring.nodes, own, spreads, strict=True)
+    ]
+    pass_round(parts, pick)
     return [part.result() for part in parts]
 
 
@@ -197,7 +201,7 @@ def test_all_replicas_get_the_sum_and_the_same_bits(
     own = [gradients(shapes, seed + replica) for replica in range(replicas)]
     length = sum(leaf.size for leaf in jax.tree.leaves(own[0]))
     nodes = [3 + 2 * position for position in range(replicas)]
-    ring = Ring.of(CASE, 0, nodes, HopNumbers(10), length)
+    ring = Ring.of(CASE, 0, nodes, length)
     truth = jax.tree.map(lambda *leaves: np.sum(np.stack(leaves), axis=0), *own)
     results = average(ring, own, dtype, random.Random(seed))
     for result in results:
@@ -223,25 +227,22 @@ def test_each_device_of_a_mesh_sums_its_shards():
         for _ in spreads
     ]
     own = [here.put(tree) for here, tree in zip(spreads, whole, strict=True)]
-    ring = Ring.of(CASE, 0, [3, 5], HopNumbers(), length=56, shards=2)
+    ring = Ring.of(CASE, 0, [3, 5], length=56, shards=2)
     results = average(ring, own, "float32", random.Random(0), spreads)
     for result, here in zip(results, spreads, strict=True):
         jax.tree.map(np.testing.assert_array_equal, result, jax.tree.map(np.add, *whole))
         assert jax.tree.map(lambda leaf: leaf.sharding, result) == here.of_tree(result)
 
 
-def test_hops_go_to_the_next_of_the_ring_and_have_their_own_numbers():
-    numbers = HopNumbers(100)
-    ring = Ring.of(CASE, 2, [4, 7, 5], numbers, length=1000)
-    assert (ring.numbers.start, ring.numbers.stop) == (100, numbers.free)
-    hops = [
-        ring.hop(position, step, chunk)
-        for position in range(3)
-        for step in range(ring.steps)
-        for chunk in range(ring.chunks)
-    ]
-    assert {(hop.source, hop.target) for hop in hops} == {(4, 7), (7, 5), (5, 4)}
-    assert sorted(hop.number for hop in hops) == list(ring.numbers)
+@pytest.mark.parametrize("carries_messages", [False, True])
+def test_hops_go_to_the_next_of_the_ring_and_have_their_own_names(carries_messages: bool):
+    ring = ring_of([4, 7, 5], 1000, 100)
+    if not carries_messages:
+        ring = Ring.of(CASE, 2, [4, 7, 5], length=1000)
+    hops = [*ring.hops]
+    pairs = {*zip(ring.nodes, (*ring.nodes[1:], ring.nodes[0]), strict=True)}
+    assert {(hop.source, hop.target) for hop in hops} == pairs
+    assert len({hop.name for hop in hops}) == 3 * ring.steps * ring.chunks
 
 
 def test_many_chunks_are_few_programs_and_no_second_copy():
@@ -249,7 +250,7 @@ def test_many_chunks_are_few_programs_and_no_second_copy():
     case = case_of(2, 0.5 * MB)
     own = [{"matrix": jnp.full((2000, 1999), 1.0 + node)} for node in range(2)]
     size = own[0]["matrix"].nbytes
-    ring = Ring.of(case, 0, [0, 1], HopNumbers(), size // 4, hop_bytes=0.1 * MB)
+    ring = Ring.of(case, 0, [0, 1], size // 4, hop_bytes=0.1 * MB)
     assert ring.chunks > 200
     held = held_bytes()
     parts = [RingPart(ring, node, own[node], jnp.dtype(jnp.float32)) for node in range(2)]
@@ -282,11 +283,9 @@ def ring_of(replicas: list[int], length: int, chunk_length: int) -> Ring:
     nodes = max(replicas) + 2
     plan = plan_of([[0], [*range(1, nodes)]], [[0, 1]])
     longest = jax.ShapeDtypeStruct((length,), jnp.int8)
-    numbers = HopNumbers(7)
-    ring = Ring.of_messages(plan.case, 1, replicas, numbers, longest)
-    most = -(-length // chunk_length)
-    hops = HopNumbers(7).take((len(replicas) - 1) * most * len(replicas))
-    return replace(ring, numbers=hops, chunks=most, chunk_length=chunk_length)
+    ring = Ring.of_messages(plan.case, 1, replicas, longest)
+    assert ring.chunks * ring.chunk_length >= length
+    return replace(ring, chunks=-(-length // chunk_length), chunk_length=chunk_length)
 
 
 @settings(max_examples=30)
@@ -296,55 +295,12 @@ def test_every_replica_comes_to_have_all_messages(data: st.DataObject):
     replicas = data.draw(st.permutations(range(1, count + 1)))
     length = data.draw(st.integers(1, 9))
     ring = ring_of([*replicas], length, data.draw(st.integers(1, 4)))
-    chance = random.Random(data.draw(st.integers(0, 99)))
     # By the place of a replica in its stage, which is not that in the ring.
     messages = {place: jnp.arange(length, dtype=jnp.int8) + 20 * place for place in range(count)}
-    parts = {node: Gathering(ring, node, messages[replicas.index(node)]) for node in ring.nodes}
-    given_by_hop: dict[int, jax.Array] = {}
-    asked = {node: deque(part.unrequested) for node, part in parts.items()}
-    for part in parts.values():
-        for hop, array in part.begin():
-            assert hop.number not in given_by_hop
-            given_by_hop[hop.number] = array
-    while any(asked.values()):
-        ready = [
-            (node, ask)
-            for node, asks in asked.items()
-            for ask in asks
-            if ask[2].number in given_by_hop
-        ]
-        assert ready, "nobody waits in a circle"
-        node, ask = chance.choice(ready)
-        asked[node].remove(ask)
-        step, chunk, hop, like = ask
-        assert hop.target == node
-        array = given_by_hop.pop(hop.number)
-        assert (array.shape, array.dtype) == (like.shape, like.dtype)
-        going_on = parts[node].arrive(step, chunk, array)
-        if going_on is not None:
-            assert going_on[0].number not in given_by_hop
-            given_by_hop[going_on[0].number] = going_on[1]
-    assert not given_by_hop
-    for part in parts.values():
-        assert part.left == 0
+    parts = [Gathering(ring, node, messages[replicas.index(node)]) for node in ring.nodes]
+    pass_round(parts, random.Random(data.draw(st.integers(0, 99))))
+    for part in parts:
         found = part.messages()
         assert found.keys() == messages.keys()
         for place, message in messages.items():
             np.testing.assert_array_equal(found[place], message)
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_ring_takes_a_number_for_every_hop(count: int):
-    replicas = [*range(1, count + 1)]
-    plan = plan_of([[0], replicas], [[0, 1]])
-    numbers = HopNumbers(3)
-    longest = jax.ShapeDtypeStruct((5_000_000,), jnp.int8)
-    ring = Ring.of_messages(plan.case, 1, replicas, numbers, longest)
-    hops = [
-        ring.hop(position, step, chunk).number
-        for position in range(count)
-        for step in range(count - 1)
-        for chunk in range(ring.chunks)
-    ]
-    assert sorted(hops) == [*range(3, numbers.free)] == [*ring.numbers]
-    assert ring.chunks * ring.chunk_length >= longest.size

@@ -179,26 +179,6 @@ def test_a_bound_beyond_float32_still_tells_what_is_infinite():
         assert bool(skips_update(guard, totals, BATCH * TIME)) == is_skipped
 
 
-def test_nothing_compiles_again_for_another_microbatch_or_iteration():
-    node = OneNode(MODEL)
-    functions = node.functions
-
-    def run_iteration(microbatches: int) -> list[int]:
-        """How many programs there are of each function after it, those of other tests as well."""
-        for _ in range(microbatches):
-            node.run(random_tokens(), random_tokens())
-        node.update()
-        used = functions.forward, functions.loss, functions.backward, functions.squared_norm
-        return [
-            jitted._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
-            for jitted in (*used, functions.update)
-        ]
-
-    compiled = run_iteration(1)
-    assert all(compiled)
-    assert run_iteration(3) == run_iteration(3) == compiled
-
-
 COMPUTED = jax.ShapeDtypeStruct((BATCH, TIME, MODEL.width), jnp.float32)
 
 

@@ -11,7 +11,7 @@ from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, Config, ModelConfig, NetworkConfig
-from skippipe_jax.program.compiler import HopNumbers
+from skippipe_jax.config.hardware import ONE_DEVICE
 from skippipe_jax.runtime.topology import Device, Topology, devices_of_nodes
 from skippipe_jax.training.trainer import Trainer
 from tests.sched.examples import plan_of
@@ -27,15 +27,13 @@ MODEL = ModelConfig(vocabulary_size=11, width=8, layers=6, heads=2, kv_heads=1, 
 def topologies(*, in_one_jax: bool, **network: Any) -> list[Topology]:
     """What each host makes of the run."""
     config = Config(model=MODEL, network=NetworkConfig(**network))
-    devices = devices_of_nodes(HOST_OF, KINDS)
     return [
-        Topology.of(config, PLAN, host, HOST_OF, devices, HopNumbers(7), in_one_jax=in_one_jax)
-        for host in range(2)
+        Topology.of(config, PLAN, host, HOST_OF, KINDS, in_one_jax=in_one_jax) for host in range(2)
     ]
 
 
 def test_a_node_is_on_a_device_of_its_host_which_other_hosts_know_by_name():
-    assert devices_of_nodes(HOST_OF, KINDS) == (
+    assert devices_of_nodes(HOST_OF, KINDS, [ONE_DEVICE] * 5) == (
         (Device(0, 0, "TPU v4"),),
         (Device(0, 1, "TPU v4"),),
         (Device(1, 0, "cpu"),),
@@ -46,20 +44,17 @@ def test_a_node_is_on_a_device_of_its_host_which_other_hosts_know_by_name():
 
 def test_nodes_of_like_devices_on_different_hosts_hold_replicas_of_their_own():
     # Each host's own JAX gives the same name to its first device.
-    devices = devices_of_nodes((0, 1, 2), [["cpu"]] * 3)
     plan = plan_of([[0, 1, 2]], [[0], [1], [2]])
-    topology = Topology.of(Config(model=MODEL), plan, 0, (0, 1, 2), devices, HopNumbers(0))
+    topology = Topology.of(Config(model=MODEL), plan, 0, (0, 1, 2), [["cpu"]] * 3)
     assert topology.replicas == ((0, 1, 2),)
     assert topology.rings[0].nodes == (0, 1, 2)
 
 
 @pytest.mark.parametrize("in_one_jax", [False, True])
 def test_only_within_one_jax_do_collectives_sum_over_hosts(in_one_jax: bool):
-    both = topologies(in_one_jax=in_one_jax)
-    for topology in both:
+    for topology in topologies(in_one_jax=in_one_jax):
         # What one host has for itself needs no ring, for whoever looks.
         assert list(topology.rings) == ([] if in_one_jax else [1])
-        assert topology.first_free_hop == both[0].first_free_hop
 
 
 @pytest.mark.parametrize(
@@ -69,7 +64,6 @@ def test_a_ring_is_cut_smaller_where_hops_take_the_same_links(
     host_of: tuple[int, ...], chunk_bytes: int
 ):
     """Hosts of one node each send their like nothing but the ring."""
-    devices = devices_of_nodes(host_of, [["cpu"]] * 4)
     bandwidth = 2e6 / GIBIBYTE
     links = [["near", "far", 0.0, bandwidth], ["far", "near", 0.0, bandwidth]]
     stages, paths = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
@@ -77,7 +71,7 @@ def test_a_ring_is_cut_smaller_where_hops_take_the_same_links(
     # The stages have a block each, of 4 MB.
     model = ModelConfig(vocabulary_size=8, width=256, layers=2, heads=4, kv_heads=4, ffn_width=1024)
     config = Config(model=model)
-    topology = Topology.of(config, plan, 0, host_of, devices, HopNumbers())
+    topology = Topology.of(config, plan, 0, host_of, [["cpu"]] * 4)
     assert 4 * topology.rings[1].chunk_length == pytest.approx(chunk_bytes, rel=0.1)
 
 

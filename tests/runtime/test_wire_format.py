@@ -22,8 +22,6 @@ from skippipe_jax.runtime.wire_format import (
     LEAST_SCALE,
     WireFormat,
     scales_of,
-    with_targets,
-    without_targets,
 )
 
 BATCH, TIME = 2, 3
@@ -193,18 +191,3 @@ def test_bytes_of_a_hop_are_those_of_the_formula(
     groups, marks = {8: 1, 128: 1, 300: 3}[width], packing == "documents"
     if activation_dtype == "int8":
         assert size.activation == BATCH * TIME * (width + marks + 2 * groups)
-
-
-@settings(max_examples=20)
-@given(
-    st.sampled_from(["float32", "bfloat16", "int8"]),
-    st.one_of(st.sampled_from([0, 1, 255, 256, 2**31 - 1]), st.integers(0, 2**31 - 1)),
-)
-def test_the_number_of_targets_travels_exactly_with_any_activation(dtype: str, targets: int):
-    how = WireFormat(jax.ShapeDtypeStruct((2, 3, 5), jnp.float32), dtype, 5)
-    packed = how.pack(jnp.arange(30.0).reshape(2, 3, 5) - 7)
-    sent = with_targets(packed, jnp.int32(targets))
-    assert (sent.shape, sent.dtype) == (how.with_targets.shape, how.with_targets.dtype)
-    activation, found = without_targets(sent, how.travelling)
-    assert int(found) == targets
-    assert np.array_equal(activation, packed)

@@ -123,6 +123,5 @@ def setup_for_group(
         plans[OWN] = found
     schedule = Schedule(setup.schedule.recipe, plans)
     host_of = tuple(rank[places[node]] for node in kept)
-    compiled = compile_plans(plans, host_of)
-    programs = {name: of_hosts[group.index] for name, of_hosts in compiled.items()}
+    programs = compile_plans(plans, host_of, group.index)
     return replace(setup, schedule=schedule, host_of=host_of, programs=programs)
