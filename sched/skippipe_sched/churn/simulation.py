@@ -108,30 +108,6 @@ def _changes_of_node(
         time_s += mtbf_s * random.standard_exponential()
 
 
-class AvailabilityTrace:
-    """Set of present nodes over time.
-
-    Attributes:
-        present: the nodes that are present now.
-    """
-
-    def __init__(self, nodes: int, changes: tuple[Change, ...]):
-        """Take `changes` in order of time; all nodes are present before the first."""
-        self.present = set(range(nodes))
-        self._changes = deque(changes)
-
-    @property
-    def next_s(self) -> float:
-        """Time of the next change [s]; infinite if there is none."""
-        return self._changes[0].time_s if self._changes else float("inf")
-
-    def apply_next(self) -> Change:
-        """Apply the next change and return it."""
-        change = self._changes.popleft()
-        (self.present.add if change.is_return else self.present.discard)(change.node)
-        return change
-
-
 @dataclass(frozen=True)
 class Costs:
     """Costs of churn other than slower iterations [s]; the module says when each is paid.
@@ -188,7 +164,7 @@ def simulate_run(
 
 @dataclass(eq=False)
 class _Simulation:
-    """State of a run: the time, the members, and the holders of states and copies."""
+    """State of a run: the time, present nodes, members, and holders of states and copies."""
 
     plan: Plan
     policy: str
@@ -199,19 +175,31 @@ class _Simulation:
 
     def __post_init__(self):
         self.states = States(self.plan.case, self.costs.state_factor)
-        self.hosts = AvailabilityTrace(len(self.plan.case.nodes), self.changes)
+        self.coming = deque(self.changes)
+        self.present = set(range(len(self.plan.case.nodes)))
         self.now_s = 0.0
         self.saved = 0
         self.stage_of = list(self.plan.stage_of)
         # Members of the generation, their number when it formed, and the members that have the
         # state of their stage.
-        self.members = set(self.hosts.present)
+        self.members = set(self.present)
         self.formed = len(self.members)
         self.holders = set(self.members)
         # Holder of the copy of each stage, and the stages that the others train without.
         self.copies: dict[int, int] = {}
         self.skipped: set[int] = set()
         self.result = Record()
+
+    @property
+    def next_s(self) -> float:
+        """Time of the next change [s]; infinite if there is none."""
+        return self.coming[0].time_s if self.coming else float("inf")
+
+    def apply_next(self) -> Change:
+        """Apply the next change to the present nodes and return it."""
+        change = self.coming.popleft()
+        (self.present.add if change.is_return else self.present.discard)(change.node)
+        return change
 
     def record(self) -> Record:
         while self.now_s < self.end_s:
@@ -233,7 +221,7 @@ class _Simulation:
         )
         join_s = float("inf")
         while True:
-            next_s = self.hosts.next_s
+            next_s = self.next_s
             if min(next_s, join_s) >= self.end_s:
                 self.settle(pace, placement, self.end_s)
                 return False
@@ -241,13 +229,13 @@ class _Simulation:
                 self.settle(pace, placement, join_s)
                 self.result.returns += 1
                 return False
-            change = self.hosts.apply_next()
+            change = self.apply_next()
             if self.drop_lost(change):
                 self.settle(pace, placement, change.time_s)
                 return True
             if change.is_return:
                 join_s = min(join_s, pace.free_after(change.time_s))
-            elif self.hosts.present == self.members:
+            elif self.present == self.members:
                 join_s = float("inf")
 
     def settle(self, pace: StepSchedule, placement: Placement, time_s: float) -> None:
@@ -307,8 +295,8 @@ class _Simulation:
     def wait(self, seconds: float, activity: str) -> bool:
         """Let time pass; return false as soon as a member is lost."""
         until_s = self.now_s + seconds
-        while self.hosts.next_s <= until_s:
-            change = self.hosts.apply_next()
+        while self.next_s <= until_s:
+            change = self.apply_next()
             if self.drop_lost(change):
                 self.advance_to(change.time_s, activity)
                 return False
@@ -326,7 +314,7 @@ class _Simulation:
 
         None if the run has to restart.
         """
-        self.members = set(self.hosts.present)
+        self.members = set(self.present)
         self.formed = len(self.members)
         held = [
             {node for node in self.holders if self.stage_of[node] == stage}
@@ -407,12 +395,12 @@ class _Simulation:
         self.skipped = set()
         self.stage_of = list(self.plan.stage_of)
         while self.now_s < self.end_s:
-            while len(self.hosts.present) < len(self.stage_of) and self.hosts.next_s < self.end_s:
-                self.advance_to(self.hosts.apply_next().time_s, DOWN)
-            if len(self.hosts.present) < len(self.stage_of):
+            while len(self.present) < len(self.stage_of) and self.next_s < self.end_s:
+                self.advance_to(self.apply_next().time_s, DOWN)
+            if len(self.present) < len(self.stage_of):
                 self.advance_to(self.end_s, DOWN)
                 return
-            self.members = set(self.hosts.present)
+            self.members = set(self.present)
             self.formed = len(self.members)
             if self.wait(self.costs.restart_s, DOWN):
                 self.holders = set(self.members)

@@ -12,7 +12,6 @@ from skippipe_sched.churn.simulation import (
     DETECTING,
     DOWN,
     REGROUPING,
-    AvailabilityTrace,
     Change,
     Costs,
     StepSchedule,
@@ -314,15 +313,6 @@ def test_lives_are_exponential_and_half_as_long_at_half_the_time_between_faults(
     assert lives_s.std() == pytest.approx(100, rel=0.2)
     assert first_faults_s(50.0) == pytest.approx(lives_s / 2)
     assert draw_changes(2, 1.0, 1.0, 10.0, 0) != draw_changes(2, 1.0, 1.0, 10.0, 1)
-
-
-def test_who_is_there_follows_the_changes():
-    hosts = AvailabilityTrace(3, (Change(1.0, 2, is_return=False), Change(4.0, 2, is_return=True)))
-    assert (hosts.present, hosts.next_s) == ({0, 1, 2}, 1.0)
-    assert hosts.apply_next().node == 2
-    assert (hosts.present, hosts.next_s) == ({0, 1}, 4.0)
-    hosts.apply_next()
-    assert (hosts.present, hosts.next_s) == ({0, 1, 2}, float("inf"))
 
 
 # When steps count, and checkpoints are whole: by formula as by going through the steps.
