@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from skippipe_sched.division.lanes import Training
@@ -53,8 +52,8 @@ class Whole:
     more of the model to be skipped or swapped than before.
     """
 
-    def __init__(self, source: Mapping[str, Any], folder: Path = Path()):
-        """Read a case as YAML gives it; `folder` is the folder of its link table, if any.
+    def __init__(self, source: Mapping[str, Any]):
+        """Read a case given as a mapping, in which its link table is no file.
 
         Raises:
             InputError: as `candidates` does, or for stages that are left out.
@@ -62,7 +61,7 @@ class Whole:
         if "left_out" in source:
             problem = "applies only to a run that has lost nodes"
             raise InputError("case.left_out", source["left_out"], problem, "Remove this key")
-        self.case: Case = candidates(dict(source), folder)[0]
+        self.case: Case = candidates(dict(source))[0]
         self.skip_ratio: Any = None
         if source.get("path_length") == AUTO:
             self.skip_ratio = source.get("skip_ratio", list(DEFAULT_SKIP_RATIO))

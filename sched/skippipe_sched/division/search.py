@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,10 +71,8 @@ OF_CHILD = 0.01
 HOTTEST, COLDEST = 0.05, 0.0005
 
 
-def divide(
-    source: Mapping[str, Any], folder: Path, lanes: Sequence[Lane], search: Search
-) -> Division:
-    """Divide the nodes of a case, a mapping as read from YAML, among lanes that train in parallel.
+def divide(source: Mapping[str, Any], lanes: Sequence[Lane], search: Search) -> Division:
+    """Divide the nodes of a case, given as a mapping, among lanes that train in parallel.
 
     A part of the case has the links between its nodes and all its microbatches; the search chooses
     the number of replicas of each stage and whether neighboring stages are merged (`Whole`). All
@@ -86,7 +83,7 @@ def divide(
     Raises:
         InputError: if the case, a lane or an expert is invalid, or there are too few nodes.
     """
-    return _Search(Whole(source, folder), checked(lanes), search).run()
+    return _Search(Whole(source), checked(lanes), search).run()
 
 
 @dataclass(eq=False)
