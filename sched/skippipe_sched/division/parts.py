@@ -1,12 +1,16 @@
-"""Case of some of the nodes of a whole case, for one expert."""
+"""Parts of a whole case: some of its nodes, for one expert."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import chain
 from math import prod
 from typing import Any
+
+import numpy as np
+from jaxtyping import Int
 
 from skippipe_sched.division.lanes import Training
 from skippipe_sched.errors import InputError
@@ -40,6 +44,38 @@ class Cut:
     def model(self) -> tuple[int, int]:
         """Values on which paths depend: the number of merged stages, and the path length."""
         return self.merged, self.path_length
+
+
+@dataclass(frozen=True)
+class Place:
+    """Nodes of a lane in the order of their stages, and its cut."""
+
+    cut: Cut
+    nodes: tuple[int, ...]
+
+    @property
+    def local(self) -> Int[np.ndarray, " nodes"]:
+        """Number of each of `nodes` in the lane's own case, whose nodes are in ascending order."""
+        return np.searchsorted(np.sort(self.nodes), self.nodes)
+
+    def stage(self, number: int) -> slice:
+        """Return the position of a stage's nodes in `nodes`."""
+        start = sum(self.cut.sizes[:number])
+        return slice(start, start + self.cut.sizes[number])
+
+    def moved(self, node: int, target: int) -> Place:
+        """Return a copy with a node on another stage."""
+        stages = [
+            [own for own in self.nodes[self.stage(stage)] if own != node]
+            for stage in range(len(self.cut.sizes))
+        ]
+        stages[target].append(node)
+        sizes = tuple(map(len, stages))
+        return Place(replace(self.cut, sizes=sizes), tuple(chain.from_iterable(stages)))
+
+
+Layout = tuple[Place, ...]
+"""Places of all lanes."""
 
 
 class Whole:
