@@ -40,7 +40,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
@@ -58,7 +58,6 @@ from skippipe_sched.churn.policies import (
     recovery_of,
 )
 from skippipe_sched.methods.repair import fill_empty_stages
-from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 
@@ -174,7 +173,7 @@ class _Simulation:
     iteration_s: IterationTime
 
     def __post_init__(self):
-        self.states = States(self.plan.case, self.costs.state_factor)
+        self.state_bytes = [self.costs.state_factor * size for size in self.plan.case.stage_bytes]
         self.coming = deque(self.changes)
         self.present = set(range(len(self.plan.case.nodes)))
         self.now_s = 0.0
@@ -215,7 +214,7 @@ class _Simulation:
         placement = self.placement(self.members)
         costs, iteration_s = self.costs, self.iteration_s(placement)
         if self.policy == BUDDY:
-            iteration_s = max(iteration_s, self.states.copied_s(placement, costs.copy_every))
+            iteration_s = max(iteration_s, self.copied_s(placement, costs.copy_every))
         pace = StepSchedule(
             self.now_s, self.result.steps, iteration_s, costs.save_every, costs.save_s
         )
@@ -344,7 +343,7 @@ class _Simulation:
             held = [holders or {self.copies[stage]} for stage, holders in enumerate(held)]
             return self.fetched_s(held)
         averaged_s = [
-            self.states.averaged_s(stage, placed[stage], (held[stage - 1], held[stage + 1]))
+            self.averaged_s(stage, placed[stage], (held[stage - 1], held[stage + 1]))
             for stage in lost
         ]
         return max(self.fetched_s(held), *averaged_s)
@@ -353,7 +352,7 @@ class _Simulation:
         """Compute the seconds until all members that can fetch states from holders have them."""
         placed = self.placement(self.members)
         return max(
-            self.states.fetched_s(stage, placed[stage], holders)
+            self.transferred_s(self.state_bytes[stage], placed[stage], holders)
             for stage, holders in enumerate(held)
             if holders
         )
@@ -405,6 +404,39 @@ class _Simulation:
             if self.wait(self.costs.restart_s, DOWN):
                 self.holders = set(self.members)
                 return
+
+    # Transfers of states, each over the best link from one of its holders. They run in parallel
+    # and none waits for another: a set of them takes as long as its longest.
+
+    def averaged_s(self, stage: int, targets: Sequence[int], sources: Sequence[set[int]]) -> float:
+        """Compute the seconds until all `targets` have both neighbors' parameters, in turn.
+
+        `sources` are the nodes that hold the stage before and the stage after; equal stages have
+        equal numbers of bytes.
+        """
+        size = self.plan.case.stage_bytes[stage]
+        return sum(self.transferred_s(size, targets, holders) for holders in sources)
+
+    def copied_s(self, placement: Sequence[Sequence[int]], parts: int) -> float:
+        """Compute the seconds until the buddies of all stages have one part of their copies."""
+        return max(
+            (
+                self.transferred_s(self.state_bytes[stage] / parts, [node], placement[stage][:1])
+                for stage, node in copy_holders(placement).items()
+            ),
+            default=0.0,
+        )
+
+    def transferred_s(self, size: float, targets: Sequence[int], holders: Collection[int]) -> float:
+        """Compute the seconds until all `targets` have data of this size from the `holders`."""
+        missing = [node for node in targets if node not in holders]
+        if not missing:
+            return 0.0
+        latency_s, bandwidth = self.plan.case.link_matrices
+        # From each holder (row) to each target (column).
+        pairs = np.ix_(sorted(holders), missing)
+        each_s = latency_s[pairs] + size / bandwidth[pairs]
+        return float(each_s.min(axis=0).max())
 
 
 # Bound on the steps of a run; the range that is bisected must have a machine-word length.
@@ -467,52 +499,3 @@ def copy_holders(placement: Sequence[Sequence[int]]) -> dict[int, int]:
         if nodes and holder is not None:
             holders[stage] = holder
     return holders
-
-
-class States:
-    """Transfer times of the stages' states, each over the best link from one of its holders.
-
-    Fetches run in parallel and none waits for another: a set of them takes as long as its longest.
-    A state has `factor` times `stage_bytes`, which are the gradients that the stage's replicas
-    average.
-    """
-
-    def __init__(self, case: Case, factor: float):
-        """Take a `factor`; with 0, a state takes only the latency of a link."""
-        self._factor = factor
-        self._stage_bytes = case.stage_bytes
-        self._latency_s, self._bandwidth = case.link_matrices
-
-    def fetched_s(self, stage: int, targets: Iterable[int], holders: Collection[int]) -> float:
-        """Compute the seconds until all `targets` have the state of a stage from its `holders`."""
-        return self._seconds(self._factor * self._stage_bytes[stage], targets, holders)
-
-    def averaged_s(self, stage: int, targets: Iterable[int], sources: Sequence[set[int]]) -> float:
-        """Compute the seconds until all `targets` have both neighbors' parameters, in turn.
-
-        `sources` are the nodes that hold the stage before and the stage after; equal stages have
-        equal numbers of bytes.
-        """
-        targets, size = list(targets), self._stage_bytes[stage]
-        return sum(self._seconds(size, targets, holders) for holders in sources)
-
-    def copied_s(self, placement: Sequence[Sequence[int]], parts: int) -> float:
-        """Compute the seconds until the buddies of all stages have one part of their copies."""
-        return max(
-            (
-                self._seconds(
-                    self._factor * self._stage_bytes[stage] / parts, [node], placement[stage][:1]
-                )
-                for stage, node in copy_holders(placement).items()
-            ),
-            default=0.0,
-        )
-
-    def _seconds(self, size: float, targets: Iterable[int], holders: Collection[int]) -> float:
-        missing = [node for node in targets if node not in holders]
-        if not missing:
-            return 0.0
-        # From each holder (row) to each target (column).
-        pairs = np.ix_(sorted(holders), missing)
-        each_s = self._latency_s[pairs] + size / self._bandwidth[pairs]
-        return float(each_s.min(axis=0).max())
