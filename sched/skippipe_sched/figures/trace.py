@@ -132,7 +132,7 @@ def _operation(stage: int, run: Run, flows: Sequence[tuple[int, str]]) -> list[E
 
 def _flows_of_operations(
     plan: Plan, numbers: Mapping[Operation, int]
-) -> dict[Operation, list[tuple[int, str]]]:
+) -> defaultdict[Operation, list[tuple[int, str]]]:
     """List for every operation the arrows that end and begin in it.
 
     `numbers` are the numbers of the arrows, by the operation that receives each transfer.
@@ -142,7 +142,7 @@ def _flows_of_operations(
         for microbatch, path in enumerate(plan.microbatches)
         for operation, after in pairwise(microbatch_chain(microbatch, path))
     }
-    flows: dict[Operation, list[tuple[int, str]]] = defaultdict(list)
+    flows: defaultdict[Operation, list[tuple[int, str]]] = defaultdict(list)
     for operation, number in numbers.items():
         flows[before[operation]].append((number, "s"))
         flows[operation].append((number, "f"))
