@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-from xml.etree.ElementTree import Element, SubElement
 
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.amounts import seconds_text, size_text
@@ -13,16 +12,10 @@ from skippipe_sched.figures.svg import (
     CHARACTER,
     MARGIN,
     WIDTH,
-    add_line,
-    add_rect,
-    add_text,
-    add_ticks,
-    add_tip,
-    add_title,
+    Shape,
     round_ticks,
     shortened,
     start_picture,
-    svg_text,
 )
 from skippipe_sched.figures.tables import aligned
 from skippipe_sched.methods import make_plan
@@ -194,23 +187,23 @@ def picture(rows: Sequence[Row | PlanningFailure], case_name: str) -> str:
     svg = start_picture(
         "compare", (WIDTH, bottom + AXIS), f"Methods compared on {case_name}", STYLE
     )
-    add_title(svg, case_name, "seconds of one iteration, by method")
+    svg.add_title(case_name, "seconds of one iteration, by method")
     _draw_legend(svg)
     ticks = round_ticks(longest_s) if longest_s else []
-    add_ticks(svg, {left + scale * s: f"{s:g}" for s in ticks}, PLOT_TOP, bottom)
+    svg.add_ticks({left + scale * s: f"{s:g}" for s in ticks}, PLOT_TOP, bottom)
     for index, row in enumerate(rows):
         top = PLOT_TOP + ROW * index
-        add_text(svg, "stage", MARGIN, top + BAR_TOP + 12, row.method)
+        svg.add_text("stage", MARGIN, top + BAR_TOP + 12, row.method)
         if isinstance(row, Row):
             _draw_row(svg, row, left, top, scale)
         else:
             characters = int((WIDTH - MARGIN - left) / CHARACTER)
             reason = shortened(row.reason, characters)
-            add_tip(add_text(svg, "refused", left, top + BAR_TOP + 12, reason), row.reason)
-    return svg_text(svg)
+            svg.add_text("refused", left, top + BAR_TOP + 12, reason).add_tip(row.reason)
+    return svg.to_text()
 
 
-def _draw_legend(svg: Element) -> None:
+def _draw_legend(svg: Shape) -> None:
     x = float(MARGIN)
     for sample, label, width in (
         ("pipeline", "pipeline", 84),
@@ -218,24 +211,23 @@ def _draw_legend(svg: Element) -> None:
         ("bound", "lower bound; gap: the excess over it", 0),
     ):
         if sample == "bound":
-            add_line(svg, sample, (x + 10, LEGEND_Y - 12), (x + 10, LEGEND_Y + 4))
+            svg.add_line(sample, (x + 10, LEGEND_Y - 12), (x + 10, LEGEND_Y + 4))
         else:
-            add_rect(svg, sample, (x, x + 20), (LEGEND_Y - 10, LEGEND_Y), radius=2)
-        add_text(svg, "", x + 26, LEGEND_Y, label)
+            svg.add_rect(sample, (x, x + 20), (LEGEND_Y - 10, LEGEND_Y), radius=2)
+        svg.add_text("", x + 26, LEGEND_Y, label)
         x += width
 
 
-def _draw_row(svg: Element, row: Row, left: float, top: float, scale: float) -> None:
-    group = SubElement(svg, "g")
+def _draw_row(svg: Shape, row: Row, left: float, top: float, scale: float) -> None:
+    group = svg.add("g")
     down = (top + BAR_TOP, top + BAR_TOP + BAR)
     pipeline, end = left + scale * row.pipeline_s, left + scale * row.iteration_s
-    add_rect(group, "pipeline", (left, pipeline), down)
+    group.add_rect("pipeline", (left, pipeline), down)
     if end > pipeline:
-        add_rect(group, "rest", (pipeline, end), down)
+        group.add_rect("rest", (pipeline, end), down)
     bound = left + scale * row.lower_bound_s
-    add_line(group, "bound", (bound, top), (bound, top + ROW))
-    add_tip(
-        group,
+    group.add_line("bound", (bound, top), (bound, top + ROW))
+    group.add_tip(
         f"{row.method}: iteration {row.iteration_s:.2f} s, pipeline {row.pipeline_s:.2f} s, "
         f"longest averaging {row.averaging_s:.2f} s, lower bound {row.lower_bound_s:.2f} s, "
         f"{size_text(row.wide_area_bytes)} between locations, nodes idle {row.idle_share:z.0%}, "
@@ -243,4 +235,4 @@ def _draw_row(svg: Element, row: Row, left: float, top: float, scale: float) -> 
     )
     ratio = "" if row.ratio_to_full is None else f" · {row.ratio_to_full:.3f} of full"
     figures = f"{seconds_text(row.iteration_s)}{ratio} · gap {row.gap:z.1%}"
-    add_text(svg, "", end + 8, top + BAR_TOP + 12, figures)
+    svg.add_text("", end + 8, top + BAR_TOP + 12, figures)

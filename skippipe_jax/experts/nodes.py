@@ -69,7 +69,7 @@ def divided(place: Place, arm: Arm) -> Division:
         raise InputError("nodes", None, "is missing", "Write nodes: {case: FILE}")
     search = Search(seed=place.config.seed, budget_s=nodes.budget_s)
     source, lanes = _source(place.config, nodes), lanes_of(place.config, arm)
-    division = divide(source, Path(), lanes, search)
+    division = divide(source, lanes, search)
     _save_division(place, arm, division)
     return division
 

@@ -6,20 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skippipe_sched.figures.colours import GOLDEN_ANGLE, oklch
-from skippipe_sched.figures.svg import (
-    CHARACTER,
-    MARGIN,
-    WIDTH,
-    add_circle,
-    add_line,
-    add_rect,
-    add_text,
-    add_tip,
-    add_title,
-    round_ticks,
-    start_picture,
-    svg_text,
-)
+from skippipe_sched.figures.svg import CHARACTER, MARGIN, WIDTH, round_ticks, start_picture
 
 # Pixels.
 LEGEND_TOP, LEGEND_LINE, LEGEND_COLUMNS = 54, 18, 3
@@ -58,33 +45,33 @@ def picture(
     top = LEGEND_TOP + LEGEND_LINE * (1 + (len(arms) - 1) // LEGEND_COLUMNS) + 8
     bottom = top + ROW * len(rows)
     svg = start_picture("experts", (WIDTH, bottom + AXIS), "Perplexity by domain and arm", STYLE)
-    add_title(svg, "Perplexity by domain", f"relative to {first_name}")
+    svg.add_title("Perplexity by domain", f"relative to {first_name}")
     for number, name in enumerate(arms):
         across, down = number % LEGEND_COLUMNS, number // LEGEND_COLUMNS
         place = MARGIN + across * (WIDTH - 2 * MARGIN) / LEGEND_COLUMNS
         height = LEGEND_TOP + LEGEND_LINE * down
-        add_circle(svg, "", place + DOT, height - 4, DOT).set("fill", _colour(number))
-        add_text(svg, "", place + 3 * DOT, height, name)
+        svg.add_circle("", place + DOT, height - 4, DOT).set("fill", _colour(number))
+        svg.add_text("", place + 3 * DOT, height, name)
     for index, (label, read) in enumerate(rows):
         height = top + ROW * (index + 0.5)
         if index % 2 == 0:
-            add_rect(svg, "band", (MARGIN, right + 12), (height - ROW / 2, height + ROW / 2))
-        add_text(svg, "stage" if index < domains else "mean", MARGIN + 4, height + 4, label)
-        add_text(svg, "end", left - 12, height + 4, f"{read(first):.3f}")
+            svg.add_rect("band", (MARGIN, right + 12), (height - ROW / 2, height + ROW / 2))
+        svg.add_text("stage" if index < domains else "mean", MARGIN + 4, height + 4, label)
+        svg.add_text("end", left - 12, height + 4, f"{read(first):.3f}")
     for tick in round_ticks(high, low, MOST_RATIO_TICKS):
-        add_line(svg, "grid", (x(tick), top), (x(tick), bottom + 4))
-        add_text(svg, "middle", x(tick), bottom + 18, f"{tick:.10g}")
-    add_line(svg, "first", (x(1.0), top), (x(1.0), bottom))
+        svg.add_line("grid", (x(tick), top), (x(tick), bottom + 4))
+        svg.add_text("middle", x(tick), bottom + 18, f"{tick:.10g}")
+    svg.add_line("first", (x(1.0), top), (x(1.0), bottom))
     for index, (label, read) in enumerate(rows):
         for number, (name, arm) in enumerate(arms.items()):
             perplexity = read(arm)
             # Shift the dots of different arms, so that they do not overlap.
             height = top + ROW * (index + 0.5) + (number - (len(arms) - 1) / 2) * 2
-            dot = add_circle(svg, "", x(perplexity / read(first)), height, DOT)
+            dot = svg.add_circle("", x(perplexity / read(first)), height, DOT)
             dot.set("fill", _colour(number))
             dot.set("fill-opacity", "0.85")
-            add_tip(dot, f"{label}, {name}: {perplexity:.3f}")
-    return svg_text(svg)
+            dot.add_tip(f"{label}, {name}: {perplexity:.3f}")
+    return svg.to_text()
 
 
 def _colour(number: int) -> str:

@@ -7,21 +7,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
 from jaxtyping import Float, Int
-from skippipe_sched.figures.svg import (
-    add_circle,
-    add_line,
-    add_text,
-    add_tip,
-    add_title,
-    point,
-    round_ticks,
-    start_picture,
-    svg_text,
-)
+from skippipe_sched.figures.svg import Shape, point, round_ticks, start_picture
 
 # Pixels. The chart fits a phone at about its natural size; a desktop page has room for two.
 WIDTH, HEIGHT = 440, 270
@@ -87,19 +76,19 @@ class _Chart:
     def add_axes(self, ups: Mapping[float, str], acrosses: Mapping[float, str], name: str) -> None:
         """Draw ticks with labels, and the name of the horizontal axis."""
         for value, label in ups.items():
-            add_line(self.svg, "grid", (LEFT, self.y(value)), (RIGHT, self.y(value)))
-            add_text(self.svg, "end", LEFT - 7, self.y(value) + 4, label)
+            self.svg.add_line("grid", (LEFT, self.y(value)), (RIGHT, self.y(value)))
+            self.svg.add_text("end", LEFT - 7, self.y(value) + 4, label)
         for value, label in acrosses.items():
             if label:
-                add_text(self.svg, "middle", self.x(value), BOTTOM + 17, label)
-            add_line(self.svg, "grid", (self.x(value), BOTTOM), (self.x(value), BOTTOM + 4))
-        add_text(self.svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 9, name)
+                self.svg.add_text("middle", self.x(value), BOTTOM + 17, label)
+            self.svg.add_line("grid", (self.x(value), BOTTOM), (self.x(value), BOTTOM + 4))
+        self.svg.add_text("middle", (LEFT + RIGHT) / 2, HEIGHT - 9, name)
 
     def add_mark(self, value: float, label: str, place: tuple[str, float, float]) -> None:
         """Draw a dashed level; `place` is the label's class, its x, and its y below the level."""
-        add_line(self.svg, "mark", (LEFT, self.y(value)), (RIGHT, self.y(value)))
+        self.svg.add_line("mark", (LEFT, self.y(value)), (RIGHT, self.y(value)))
         classes, x, below = place
-        add_text(self.svg, f"{classes} mark-label", x, self.y(value) + below, label)
+        self.svg.add_text(f"{classes} mark-label", x, self.y(value) + below, label)
 
 
 def line_chart(
@@ -139,11 +128,11 @@ def line_chart(
         figures.append(f"mean over {round(window * len(values) / groups):,} steps")
     _add_polyline(chart.svg, "line", zip(centres, map(chart.y, means), strict=True))
     if len(values) == 1:
-        add_circle(chart.svg, "mean", centres[0], chart.y(means[0]), 3)
-    add_title(chart.svg, title, " · ".join(figures))
+        chart.svg.add_circle("mean", centres[0], chart.y(means[0]), 3)
+    chart.svg.add_title(title, " · ".join(figures))
     if mark is not None:
         chart.add_mark(mark[1], mark[0], ("end", RIGHT, 14))
-    return svg_text(chart.svg)
+    return chart.svg.to_text()
 
 
 def perplexity_plot(
@@ -163,22 +152,22 @@ def perplexity_plot(
     everything.append(full_perplexity)
     low, high = math.log(min(everything)) - 0.02, math.log(max(everything)) + 0.02
     chart = _Chart("Perplexity of partial models", (0, stages), (low, high))
-    add_title(chart.svg, "Perplexity", "mean ± standard deviation, each subset")
+    chart.svg.add_title("Perplexity", "mean ± standard deviation, each subset")
     ups = {math.log(p): text for p, text in _labeled(_ticks(math.exp(low), math.exp(high))).items()}
     quarters = {stages * percent / 100: f"{percent}%" for percent in range(0, 101, 25)}
     across = dict.fromkeys(range(stages + 1), "") | quarters
     chart.add_axes(ups, across, f"share of the {stages} stages")
     chart.add_mark(math.log(full_perplexity), "all stages", ("", LEFT + 4, -5))
     for place, (kind, model) in enumerate(models.items()):
-        group = SubElement(chart.svg, "g", {"class": kind})
+        group = chart.svg.add("g", {"class": kind})
         _add_model(chart, group, model, stages, (place - (len(models) - 1) / 2) * ASIDE)
     if scaled is not None:
-        add_text(chart.svg, "scaled-label end", RIGHT, TOP - 8, "branches scaled")
-    return svg_text(chart.svg)
+        chart.svg.add_text("scaled-label end", RIGHT, TOP - 8, "branches scaled")
+    return chart.svg.to_text()
 
 
 def _add_model(
-    chart: _Chart, group: Element, perplexities: PerplexityOfSubsets, stages: int, aside: float
+    chart: _Chart, group: Shape, perplexities: PerplexityOfSubsets, stages: int, aside: float
 ) -> None:
     """Draw one model, offset by `aside` pixels: its subsets, and a line through their means."""
 
@@ -191,13 +180,13 @@ def _add_model(
         mean, deviation = float(np.mean(values)), float(np.std(values))
         for stages_run, perplexity in of_orders.items():
             tip = f"stages {' '.join(map(str, stages_run))}: {perplexity:.3f}"
-            add_tip(add_circle(group, "each", across, y(perplexity), DOT), tip)
+            group.add_circle("each", across, y(perplexity), DOT).add_tip(tip)
         ends = [y(mean - deviation), y(mean + deviation)]
-        add_line(group, "spread", (across, ends[0]), (across, ends[1]))
+        group.add_line("spread", (across, ends[0]), (across, ends[1]))
         for end in ends:
-            add_line(group, "spread", (across - CAP, end), (across + CAP, end))
+            group.add_line("spread", (across - CAP, end), (across + CAP, end))
         tip = f"{kept} of {stages} stages: {mean:.3f} ± {deviation:.3f}"
-        add_tip(add_circle(group, "mean", across, y(mean), DOT), tip)
+        group.add_circle("mean", across, y(mean), DOT).add_tip(tip)
         means.append((across, y(mean)))
     _add_polyline(group, "line", means)
 
@@ -208,9 +197,9 @@ def _running_mean(values: Float[np.ndarray, " n"], window: int) -> Float[np.ndar
     return np.convolve(values, weights, "same") / np.convolve(np.ones(len(values)), weights, "same")
 
 
-def _add_polyline(parent: Element, classes: str, points: Iterable[tuple[float, float]]) -> None:
+def _add_polyline(parent: Shape, classes: str, points: Iterable[tuple[float, float]]) -> None:
     corners = " ".join(map(point, points))
-    SubElement(parent, "polyline", {"class": classes, "points": corners})
+    parent.add("polyline", {"class": classes, "points": corners})
 
 
 def _labeled(ticks: Sequence[float]) -> dict[float, str]:

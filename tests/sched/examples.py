@@ -33,12 +33,6 @@ TWO_NODES: dict[str, Any] = {
     "memory": 2,
 }
 
-# What a case reckons from its fields when it is asked.
-RECKONED = {
-    *("forward_hop_s", "backward_hop_s", "round_trip_s", "visit_load_s"),
-    *("link_matrices", "pair_matrices", "location_matrices", "connection_rates"),
-}
-
 
 def case_with(**changes: Any) -> Case:
     return parse_case(TWO_NODES | changes)

@@ -1,6 +1,5 @@
 """Nodes divided among lanes of experts: who is where, what a part is, and when the last is done."""
 
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -16,7 +15,6 @@ from skippipe_sched.problem.rules import require
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import simulate_plan
 
-HERE = Path()
 CASE: dict[str, Any] = {
     "nodes": 10,
     "locations": ["Iowa", "Belgium", "Taiwan", "Oregon"],
@@ -46,7 +44,7 @@ LANES = (lane("easy", 30, 0.8), lane("hard", 60, 1.2))
 def searched(lanes=LANES, case=CASE, budget_s=BUDGET_S):
     search = Search(0, budget_s)
     search.stopped = lambda: False  # pyright: ignore[reportAttributeAccessIssue]
-    return divide(case, HERE, lanes, search)
+    return divide(case, lanes, search)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +101,7 @@ def test_lanes_are_divided_in_any_order_also_with_as_few_nodes_as_they_need():
 
 
 def test_a_part_has_the_links_between_its_nodes():
-    whole = Whole(CASE, HERE)
+    whole = Whole(CASE)
     nodes = [1, 2, 4, 7, 9]
     part = whole.part(nodes, Cut(1, (2, 1, 1, 1), 2), Training("any", 1))
     for mine, theirs in zip(part.link_matrices, whole.case.link_matrices, strict=True):
@@ -115,7 +113,7 @@ def test_a_part_has_the_links_between_its_nodes():
 
 @pytest.mark.parametrize("merged", [1, 2])
 def test_fewer_stages_hold_the_whole_model(merged):
-    whole = Whole(CASE, HERE)
+    whole = Whole(CASE)
     assert whole.merges == (1, 2)
     sizes = (2,) + (1,) * (4 // merged - 1)
     cut = Cut(merged, sizes, 2 // merged)
@@ -135,12 +133,12 @@ def test_fewer_stages_hold_the_whole_model(merged):
 
 
 def test_stages_are_not_merged_beyond_what_a_node_holds():
-    assert Whole(CASE | {"memory": 1}, HERE).merges == (1,)
-    assert Whole(CASE | {"path_length": 3}, HERE).merges == (1,)
-    assert Whole(CASE | {"path_length": 4}, HERE).merges == (1, 2, 4)
+    assert Whole(CASE | {"memory": 1}).merges == (1,)
+    assert Whole(CASE | {"path_length": 3}).merges == (1,)
+    assert Whole(CASE | {"path_length": 4}).merges == (1, 2, 4)
     state_bytes = 4 * 3 * 2**23
-    assert Whole(CASE | {"memory_bytes": state_bytes}, HERE).merges == (1, 2)
-    assert Whole(CASE | {"memory_bytes": state_bytes - 1}, HERE).merges == (1,)
+    assert Whole(CASE | {"memory_bytes": state_bytes}).merges == (1, 2)
+    assert Whole(CASE | {"memory_bytes": state_bytes - 1}).merges == (1,)
 
 
 def test_a_case_that_leaves_its_sizes_open_is_divided_too():
@@ -172,7 +170,7 @@ REFUSED = {
 def test_what_cannot_be_divided_is_refused_in_a_line(name):
     changes, lanes, message = REFUSED[name]
     with pytest.raises(InputError) as refusal:
-        divide(CASE | changes, HERE, lanes, Search(0, BUDGET_S))
+        divide(CASE | changes, lanes, Search(0, BUDGET_S))
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
 

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from xml.etree.ElementTree import Element, SubElement
 
 from skippipe_sched.churn.policies import POLICIES
 from skippipe_sched.churn.sweep import Point
 from skippipe_sched.figures.amounts import duration_text
 from skippipe_sched.figures.colours import GOLDEN_ANGLE, oklch
-from skippipe_sched.figures.svg import (
-    MARGIN,
-    WIDTH,
-    add_circle,
-    add_line,
-    add_text,
-    add_ticks,
-    add_tip,
-    add_title,
-    round_ticks,
-    rounded,
-    start_picture,
-    svg_text,
-)
+from skippipe_sched.figures.svg import MARGIN, WIDTH, Shape, round_ticks, rounded, start_picture
 
 # Pixels.
 HEIGHT = 380
@@ -61,35 +47,35 @@ def picture(points: Sequence[Point], name: str) -> str:
         return BOTTOM - (BOTTOM - TOP) * goodput / highest
 
     svg = start_picture("churn", (WIDTH, HEIGHT), f"Goodput of {name} under churn", _styles())
-    add_title(svg, name, "useful microbatches as a share of a run without faults")
+    svg.add_title(name, "useful microbatches as a share of a run without faults")
     for tick in round_ticks(highest, most=TICKS_UP):
-        add_line(svg, "grid", (LEFT, y(tick)), (RIGHT, y(tick)))
-        add_text(svg, "end", LEFT - 7, y(tick) + 4, f"{tick:g}")
-    add_ticks(svg, {x(mtbf_s): duration_text(mtbf_s) for mtbf_s in mtbfs_s}, TOP, BOTTOM)
+        svg.add_line("grid", (LEFT, y(tick)), (RIGHT, y(tick)))
+        svg.add_text("end", LEFT - 7, y(tick) + 4, f"{tick:g}")
+    svg.add_ticks({x(mtbf_s): duration_text(mtbf_s) for mtbf_s in mtbfs_s}, TOP, BOTTOM)
     below = "mean time between faults of a node"
-    add_text(svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 12, below)
+    svg.add_text("middle", (LEFT + RIGHT) / 2, HEIGHT - 12, below)
     for index, policy in enumerate(POLICIES):
         _draw_legend(svg, index, policy)
         own = sorted((one for one in points if one.policy == policy), key=lambda one: x(one.mtbf_s))
         corners = " ".join(f"{rounded(x(one.mtbf_s))},{rounded(y(one.goodput))}" for one in own)
-        SubElement(svg, "polyline", {"class": _classes(policy), "points": corners})
+        svg.add("polyline", {"class": _classes(policy), "points": corners})
         for one in own:
-            dot = add_circle(svg, f"dot-{policy}", x(one.mtbf_s), y(one.goodput), 3)
+            dot = svg.add_circle(f"dot-{policy}", x(one.mtbf_s), y(one.goodput), 3)
             goodput = f"{one.goodput:.3f} ({one.least:.3f} to {one.most:.3f})"
-            add_tip(dot, f"{policy}, {duration_text(one.mtbf_s)} between faults: {goodput}")
-    return svg_text(svg)
+            dot.add_tip(f"{policy}, {duration_text(one.mtbf_s)} between faults: {goodput}")
+    return svg.to_text()
 
 
 def _classes(policy: str) -> str:
     return f"of-{policy}" if POLICIES[policy].is_exact else f"of-{policy} inexact"
 
 
-def _draw_legend(svg: Element, index: int, policy: str) -> None:
+def _draw_legend(svg: Shape, index: int, policy: str) -> None:
     left = MARGIN + LEGEND * index
     ends = (left, LEGEND_Y - 4), (left + SAMPLE, LEGEND_Y - 4)
-    add_line(svg, f"sample {_classes(policy)}", *ends)
-    label = add_text(svg, "", left + SAMPLE + 6, LEGEND_Y, policy)
-    add_tip(label, POLICIES[policy].about)
+    svg.add_line(f"sample {_classes(policy)}", *ends)
+    label = svg.add_text("", left + SAMPLE + 6, LEGEND_Y, policy)
+    label.add_tip(POLICIES[policy].about)
 
 
 def _styles() -> str:

@@ -40,7 +40,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
@@ -58,7 +58,6 @@ from skippipe_sched.churn.policies import (
     recovery_of,
 )
 from skippipe_sched.methods.repair import fill_empty_stages
-from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 
@@ -106,30 +105,6 @@ def _changes_of_node(
             return
         yield Change(time_s, node, is_return=True)
         time_s += mtbf_s * random.standard_exponential()
-
-
-class AvailabilityTrace:
-    """Set of present nodes over time.
-
-    Attributes:
-        present: the nodes that are present now.
-    """
-
-    def __init__(self, nodes: int, changes: tuple[Change, ...]):
-        """Take `changes` in order of time; all nodes are present before the first."""
-        self.present = set(range(nodes))
-        self._changes = deque(changes)
-
-    @property
-    def next_s(self) -> float:
-        """Time of the next change [s]; infinite if there is none."""
-        return self._changes[0].time_s if self._changes else float("inf")
-
-    def apply_next(self) -> Change:
-        """Apply the next change and return it."""
-        change = self._changes.popleft()
-        (self.present.add if change.is_return else self.present.discard)(change.node)
-        return change
 
 
 @dataclass(frozen=True)
@@ -188,7 +163,7 @@ def simulate_run(
 
 @dataclass(eq=False)
 class _Simulation:
-    """State of a run: the time, the members, and the holders of states and copies."""
+    """State of a run: the time, present nodes, members, and holders of states and copies."""
 
     plan: Plan
     policy: str
@@ -198,20 +173,32 @@ class _Simulation:
     iteration_s: IterationTime
 
     def __post_init__(self):
-        self.states = States(self.plan.case, self.costs.state_factor)
-        self.hosts = AvailabilityTrace(len(self.plan.case.nodes), self.changes)
+        self.state_bytes = [self.costs.state_factor * size for size in self.plan.case.stage_bytes]
+        self.coming = deque(self.changes)
+        self.present = set(range(len(self.plan.case.nodes)))
         self.now_s = 0.0
         self.saved = 0
         self.stage_of = list(self.plan.stage_of)
         # Members of the generation, their number when it formed, and the members that have the
         # state of their stage.
-        self.members = set(self.hosts.present)
+        self.members = set(self.present)
         self.formed = len(self.members)
         self.holders = set(self.members)
         # Holder of the copy of each stage, and the stages that the others train without.
         self.copies: dict[int, int] = {}
         self.skipped: set[int] = set()
         self.result = Record()
+
+    @property
+    def next_s(self) -> float:
+        """Time of the next change [s]; infinite if there is none."""
+        return self.coming[0].time_s if self.coming else float("inf")
+
+    def apply_next(self) -> Change:
+        """Apply the next change to the present nodes and return it."""
+        change = self.coming.popleft()
+        (self.present.add if change.is_return else self.present.discard)(change.node)
+        return change
 
     def record(self) -> Record:
         while self.now_s < self.end_s:
@@ -227,13 +214,13 @@ class _Simulation:
         placement = self.placement(self.members)
         costs, iteration_s = self.costs, self.iteration_s(placement)
         if self.policy == BUDDY:
-            iteration_s = max(iteration_s, self.states.copied_s(placement, costs.copy_every))
+            iteration_s = max(iteration_s, self.copied_s(placement, costs.copy_every))
         pace = StepSchedule(
             self.now_s, self.result.steps, iteration_s, costs.save_every, costs.save_s
         )
         join_s = float("inf")
         while True:
-            next_s = self.hosts.next_s
+            next_s = self.next_s
             if min(next_s, join_s) >= self.end_s:
                 self.settle(pace, placement, self.end_s)
                 return False
@@ -241,13 +228,13 @@ class _Simulation:
                 self.settle(pace, placement, join_s)
                 self.result.returns += 1
                 return False
-            change = self.hosts.apply_next()
+            change = self.apply_next()
             if self.drop_lost(change):
                 self.settle(pace, placement, change.time_s)
                 return True
             if change.is_return:
                 join_s = min(join_s, pace.free_after(change.time_s))
-            elif self.hosts.present == self.members:
+            elif self.present == self.members:
                 join_s = float("inf")
 
     def settle(self, pace: StepSchedule, placement: Placement, time_s: float) -> None:
@@ -307,8 +294,8 @@ class _Simulation:
     def wait(self, seconds: float, activity: str) -> bool:
         """Let time pass; return false as soon as a member is lost."""
         until_s = self.now_s + seconds
-        while self.hosts.next_s <= until_s:
-            change = self.hosts.apply_next()
+        while self.next_s <= until_s:
+            change = self.apply_next()
             if self.drop_lost(change):
                 self.advance_to(change.time_s, activity)
                 return False
@@ -326,7 +313,7 @@ class _Simulation:
 
         None if the run has to restart.
         """
-        self.members = set(self.hosts.present)
+        self.members = set(self.present)
         self.formed = len(self.members)
         held = [
             {node for node in self.holders if self.stage_of[node] == stage}
@@ -356,7 +343,7 @@ class _Simulation:
             held = [holders or {self.copies[stage]} for stage, holders in enumerate(held)]
             return self.fetched_s(held)
         averaged_s = [
-            self.states.averaged_s(stage, placed[stage], (held[stage - 1], held[stage + 1]))
+            self.averaged_s(stage, placed[stage], (held[stage - 1], held[stage + 1]))
             for stage in lost
         ]
         return max(self.fetched_s(held), *averaged_s)
@@ -365,7 +352,7 @@ class _Simulation:
         """Compute the seconds until all members that can fetch states from holders have them."""
         placed = self.placement(self.members)
         return max(
-            self.states.fetched_s(stage, placed[stage], holders)
+            self.transferred_s(self.state_bytes[stage], placed[stage], holders)
             for stage, holders in enumerate(held)
             if holders
         )
@@ -407,16 +394,49 @@ class _Simulation:
         self.skipped = set()
         self.stage_of = list(self.plan.stage_of)
         while self.now_s < self.end_s:
-            while len(self.hosts.present) < len(self.stage_of) and self.hosts.next_s < self.end_s:
-                self.advance_to(self.hosts.apply_next().time_s, DOWN)
-            if len(self.hosts.present) < len(self.stage_of):
+            while len(self.present) < len(self.stage_of) and self.next_s < self.end_s:
+                self.advance_to(self.apply_next().time_s, DOWN)
+            if len(self.present) < len(self.stage_of):
                 self.advance_to(self.end_s, DOWN)
                 return
-            self.members = set(self.hosts.present)
+            self.members = set(self.present)
             self.formed = len(self.members)
             if self.wait(self.costs.restart_s, DOWN):
                 self.holders = set(self.members)
                 return
+
+    # Transfers of states, each over the best link from one of its holders. They run in parallel
+    # and none waits for another: a set of them takes as long as its longest.
+
+    def averaged_s(self, stage: int, targets: Sequence[int], sources: Sequence[set[int]]) -> float:
+        """Compute the seconds until all `targets` have both neighbors' parameters, in turn.
+
+        `sources` are the nodes that hold the stage before and the stage after; equal stages have
+        equal numbers of bytes.
+        """
+        size = self.plan.case.stage_bytes[stage]
+        return sum(self.transferred_s(size, targets, holders) for holders in sources)
+
+    def copied_s(self, placement: Sequence[Sequence[int]], parts: int) -> float:
+        """Compute the seconds until the buddies of all stages have one part of their copies."""
+        return max(
+            (
+                self.transferred_s(self.state_bytes[stage] / parts, [node], placement[stage][:1])
+                for stage, node in copy_holders(placement).items()
+            ),
+            default=0.0,
+        )
+
+    def transferred_s(self, size: float, targets: Sequence[int], holders: Collection[int]) -> float:
+        """Compute the seconds until all `targets` have data of this size from the `holders`."""
+        missing = [node for node in targets if node not in holders]
+        if not missing:
+            return 0.0
+        latency_s, bandwidth = self.plan.case.link_matrices
+        # From each holder (row) to each target (column).
+        pairs = np.ix_(sorted(holders), missing)
+        each_s = latency_s[pairs] + size / bandwidth[pairs]
+        return float(each_s.min(axis=0).max())
 
 
 # Bound on the steps of a run; the range that is bisected must have a machine-word length.
@@ -479,52 +499,3 @@ def copy_holders(placement: Sequence[Sequence[int]]) -> dict[int, int]:
         if nodes and holder is not None:
             holders[stage] = holder
     return holders
-
-
-class States:
-    """Transfer times of the stages' states, each over the best link from one of its holders.
-
-    Fetches run in parallel and none waits for another: a set of them takes as long as its longest.
-    A state has `factor` times `stage_bytes`, which are the gradients that the stage's replicas
-    average.
-    """
-
-    def __init__(self, case: Case, factor: float):
-        """Take a `factor`; with 0, a state takes only the latency of a link."""
-        self._factor = factor
-        self._stage_bytes = case.stage_bytes
-        self._latency_s, self._bandwidth = case.link_matrices
-
-    def fetched_s(self, stage: int, targets: Iterable[int], holders: Collection[int]) -> float:
-        """Compute the seconds until all `targets` have the state of a stage from its `holders`."""
-        return self._seconds(self._factor * self._stage_bytes[stage], targets, holders)
-
-    def averaged_s(self, stage: int, targets: Iterable[int], sources: Sequence[set[int]]) -> float:
-        """Compute the seconds until all `targets` have both neighbors' parameters, in turn.
-
-        `sources` are the nodes that hold the stage before and the stage after; equal stages have
-        equal numbers of bytes.
-        """
-        targets, size = list(targets), self._stage_bytes[stage]
-        return sum(self._seconds(size, targets, holders) for holders in sources)
-
-    def copied_s(self, placement: Sequence[Sequence[int]], parts: int) -> float:
-        """Compute the seconds until the buddies of all stages have one part of their copies."""
-        return max(
-            (
-                self._seconds(
-                    self._factor * self._stage_bytes[stage] / parts, [node], placement[stage][:1]
-                )
-                for stage, node in copy_holders(placement).items()
-            ),
-            default=0.0,
-        )
-
-    def _seconds(self, size: float, targets: Iterable[int], holders: Collection[int]) -> float:
-        missing = [node for node in targets if node not in holders]
-        if not missing:
-            return 0.0
-        # From each holder (row) to each target (column).
-        pairs = np.ix_(sorted(holders), missing)
-        each_s = self._latency_s[pairs] + size / self._bandwidth[pairs]
-        return float(each_s.min(axis=0).max())

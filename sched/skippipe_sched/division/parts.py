@@ -1,13 +1,16 @@
-"""Case of some of the nodes of a whole case, for one expert."""
+"""Parts of a whole case: some of its nodes, for one expert."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import chain
 from math import prod
-from pathlib import Path
 from typing import Any
+
+import numpy as np
+from jaxtyping import Int
 
 from skippipe_sched.division.lanes import Training
 from skippipe_sched.errors import InputError
@@ -43,6 +46,38 @@ class Cut:
         return self.merged, self.path_length
 
 
+@dataclass(frozen=True)
+class Place:
+    """Nodes of a lane in the order of their stages, and its cut."""
+
+    cut: Cut
+    nodes: tuple[int, ...]
+
+    @property
+    def local(self) -> Int[np.ndarray, " nodes"]:
+        """Number of each of `nodes` in the lane's own case, whose nodes are in ascending order."""
+        return np.searchsorted(np.sort(self.nodes), self.nodes)
+
+    def stage(self, number: int) -> slice:
+        """Return the position of a stage's nodes in `nodes`."""
+        start = sum(self.cut.sizes[:number])
+        return slice(start, start + self.cut.sizes[number])
+
+    def moved(self, node: int, target: int) -> Place:
+        """Return a copy with a node on another stage."""
+        stages = [
+            [own for own in self.nodes[self.stage(stage)] if own != node]
+            for stage in range(len(self.cut.sizes))
+        ]
+        stages[target].append(node)
+        sizes = tuple(map(len, stages))
+        return Place(replace(self.cut, sizes=sizes), tuple(chain.from_iterable(stages)))
+
+
+Layout = tuple[Place, ...]
+"""Places of all lanes."""
+
+
 class Whole:
     """A case to take parts of, and the ways in which its stages may be merged in them.
 
@@ -53,8 +88,8 @@ class Whole:
     more of the model to be skipped or swapped than before.
     """
 
-    def __init__(self, source: Mapping[str, Any], folder: Path = Path()):
-        """Read a case as YAML gives it; `folder` is the folder of its link table, if any.
+    def __init__(self, source: Mapping[str, Any]):
+        """Read a case given as a mapping, in which its link table is no file.
 
         Raises:
             InputError: as `candidates` does, or for stages that are left out.
@@ -62,7 +97,7 @@ class Whole:
         if "left_out" in source:
             problem = "applies only to a run that has lost nodes"
             raise InputError("case.left_out", source["left_out"], problem, "Remove this key")
-        self.case: Case = candidates(dict(source), folder)[0]
+        self.case: Case = candidates(dict(source))[0]
         self.skip_ratio: Any = None
         if source.get("path_length") == AUTO:
             self.skip_ratio = source.get("skip_ratio", list(DEFAULT_SKIP_RATIO))

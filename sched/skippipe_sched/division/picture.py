@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from xml.etree.ElementTree import SubElement
 
 from skippipe_sched.division.lanes import Division, Part
 from skippipe_sched.figures.amounts import duration_text, seconds_text
 from skippipe_sched.figures.colours import GOLDEN_ANGLE, oklch
-from skippipe_sched.figures.svg import (
-    CHARACTER,
-    MARGIN,
-    WIDTH,
-    add_line,
-    add_rect,
-    add_text,
-    add_ticks,
-    add_tip,
-    add_title,
-    round_ticks,
-    start_picture,
-    svg_text,
-)
+from skippipe_sched.figures.svg import CHARACTER, MARGIN, WIDTH, round_ticks, start_picture
 from skippipe_sched.figures.tables import aligned
 
 HEADINGS = ("lane", "nodes", "stages", "iteration", "done", "where")
@@ -75,24 +61,24 @@ def picture(division: Division, name: str) -> str:
     )
     svg = start_picture("division", (WIDTH, bottom + AXIS), about, STYLE + colours)
     done = f"hours until each expert is done, by lane; all done: {duration_text(division.seconds)}"
-    add_title(svg, name, done)
+    svg.add_title(name, done)
     ticks = {left + scale * HOUR_S * h: f"{h:g}" for h in round_ticks(division.seconds / HOUR_S)}
-    add_ticks(svg, ticks, PLOT_TOP, bottom)
+    svg.add_ticks(ticks, PLOT_TOP, bottom)
     for number, part in enumerate(division.parts):
         down = PLOT_TOP + ROW * number + BAR_TOP
-        add_text(svg, "", MARGIN, down + 12, part.lane.name)
+        svg.add_text("", MARGIN, down + 12, part.lane.name)
         begin = left
         for kind, (training, seconds, iteration_s) in enumerate(
             zip(part.lane.trainings, part.training_s, part.iteration_s, strict=True)
         ):
-            group = SubElement(svg, "g")
+            group = svg.add("g")
             end = begin + scale * seconds
-            add_rect(group, f"expert-{kind}", (begin, end), (down, down + BAR), radius=2)
+            group.add_rect(f"expert-{kind}", (begin, end), (down, down + BAR), radius=2)
             about = f"{training.name}: {training.steps} iterations of"
-            add_tip(group, f"{about} {seconds_text(iteration_s)}; {locations(part)}")
+            group.add_tip(f"{about} {seconds_text(iteration_s)}; {locations(part)}")
             begin = end
         nodes = f"{len(part.nodes)} nodes in {len(part.plans[0].stages)} stages"
-        add_text(svg, "", begin + 8, down + 12, f"{duration_text(part.seconds)} · {nodes}")
+        svg.add_text("", begin + 8, down + 12, f"{duration_text(part.seconds)} · {nodes}")
     last = left + scale * division.seconds
-    add_line(svg, "end-of-last", (last, PLOT_TOP), (last, bottom))
-    return svg_text(svg)
+    svg.add_line("end-of-last", (last, PLOT_TOP), (last, bottom))
+    return svg.to_text()

@@ -17,14 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from skippipe_sched.division.lanes import Division, Lane, Part, Training, checked
-from skippipe_sched.division.layout import SCREENED, Layout, LayoutSampler, Place
-from skippipe_sched.division.parts import Cut, Whole
+from skippipe_sched.division.parts import Cut, Layout, Place, Whole
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan, with_prediction
 from skippipe_sched.methods.dtfm_skip import random_paths
@@ -49,6 +47,12 @@ from skippipe_sched.search.arrays import Problem, candidate_of, copy, copy_of, p
 from skippipe_sched.search.budget import Placement, Search
 from skippipe_sched.search.compiled import fast
 
+# Number of draws until a possible change is found.
+TRIES = 20
+# Number of cuts that are examined for a set of nodes.
+SCREENED = 8
+# Share of the first layouts in which all lanes have about as many nodes, whatever their work.
+EQUAL_SHARE = 0.4
 # Share of the budget; the rest is for the plans of the finalists.
 DIVIDING_SHARE = 0.6
 FINALISTS = 3
@@ -72,10 +76,8 @@ OF_CHILD = 0.01
 HOTTEST, COLDEST = 0.05, 0.0005
 
 
-def divide(
-    source: Mapping[str, Any], folder: Path, lanes: Sequence[Lane], search: Search
-) -> Division:
-    """Divide the nodes of a case, a mapping as read from YAML, among lanes that train in parallel.
+def divide(source: Mapping[str, Any], lanes: Sequence[Lane], search: Search) -> Division:
+    """Divide the nodes of a case, given as a mapping, among lanes that train in parallel.
 
     A part of the case has the links between its nodes and all its microbatches; the search chooses
     the number of replicas of each stage and whether neighboring stages are merged (`Whole`). All
@@ -86,7 +88,7 @@ def divide(
     Raises:
         InputError: if the case, a lane or an expert is invalid, or there are too few nodes.
     """
-    return _Search(Whole(source, folder), checked(lanes), search).run()
+    return _Search(Whole(source), checked(lanes), search).run()
 
 
 @dataclass(eq=False)
@@ -109,7 +111,11 @@ class _Member:
 
 
 class _Search:
-    """A search for a division."""
+    """A search for a division.
+
+    All nodes are used. How many each lane gets is drawn once, equal or by the work: small changes
+    at most exchange the numbers of two lanes.
+    """
 
     def __init__(self, whole: Whole, lanes: tuple[Lane, ...], search: Search):
         self.whole, self.lanes, self.search = whole, lanes, search
@@ -118,8 +124,8 @@ class _Search:
             problem = f"{len(lanes)} parallel lanes need at least {whole.fewest_nodes} nodes each"
             remedy = f"Add {needed - nodes} nodes, or train fewer lanes in parallel"
             raise InputError("case.nodes", nodes, problem, remedy)
-        work = [lane.work for lane in lanes]
-        self.layouts = LayoutSampler(whole, work, self.screened)
+        self.work = np.array([lane.work for lane in lanes])
+        self.near_s = whole.case.round_trip_s + whole.case.round_trip_s.T
         self.weights = np.array([lane.steps for lane in lanes], dtype=float)
         self.weights /= self.weights.max()
         self.chains = _Chains(whole, lanes)
@@ -190,7 +196,7 @@ class _Search:
         """Make a member on a new layout; None if the rules allow none."""
         random = np.random.default_rng(seed)
         try:
-            layout = self.layouts.first(random)
+            layout = self.drawn_layout(random)
             chains = [
                 self.chains.random(lane, place, random, seed + lane)
                 for lane, place in enumerate(layout)
@@ -208,7 +214,7 @@ class _Search:
         """
         found: dict[float, Place] = {}
         refusals = []
-        for cut in self.layouts.cuts(len(nodes), random):
+        for cut in self.drawn_cuts(len(nodes), random):
             place = Place(cut, tuple(random.permutation(nodes).tolist()))
             try:
                 chain = self.chains.random(lane, place, random, int(random.integers(2**62)))
@@ -227,7 +233,7 @@ class _Search:
         random = np.random.default_rng(seed)
         before = parent.found
         try:
-            layout = self.layouts.changed(before, parent.ends.tolist(), random)
+            layout = self.changed_layout(before, parent.ends.tolist(), random)
             if layout is None:
                 return None
             chains = []
@@ -294,6 +300,89 @@ class _Search:
         begin = with_prediction(case, "joint", Routes(stages, paths))
         found = make_plan(case, "joint", replace(self.search.part(share), begin=begin))
         return min(begin, found, key=lambda plan: plan.predicted.iteration_s)
+
+    # Layouts: initial ones, and ones with small changes.
+
+    def drawn_layout(self, random: np.random.Generator) -> Layout:
+        """Place nodes about in proportion to the work, in the order of a tour or in any order."""
+        counts = self.counts(random)
+        is_tour = random.random() < 0.5
+        nodes = random.permutation(len(self.whole.case.nodes)).tolist()
+        nodes = self.tour(nodes) if is_tour else nodes
+        places = [Place(Cut(1, (), 1), ())] * len(counts)
+        for lane in random.permutation(len(counts)):
+            own, nodes = nodes[: counts[lane]], nodes[counts[lane] :]
+            places[lane] = self.screened(int(lane), own, random)
+        return tuple(places)
+
+    def counts(self, random: np.random.Generator) -> np.ndarray:
+        """Share out all nodes, equally or by the work; return the number of each lane."""
+        lanes = len(self.work)
+        share = self.work ** (0.0 if random.random() < EQUAL_SHARE else random.uniform(0.0, 2.0))
+        counts = np.full(lanes, self.whole.fewest_nodes)
+        first = random.permutation(lanes)
+        for _ in range(len(self.whole.case.nodes) - counts.sum()):
+            counts[first[np.argmax((share / counts)[first])]] += 1
+        return counts
+
+    def tour(self, left: list[int]) -> list[int]:
+        """Order nodes as a tour that starts at the last one and always visits the nearest next."""
+        nodes = [left.pop()]
+        while left:
+            nodes.append(left.pop(int(np.argmin(self.near_s[nodes[-1], left]))))
+        return nodes
+
+    def drawn_cuts(self, nodes: int, random: np.random.Generator) -> list[Cut]:
+        """Draw some of the cuts that this number of nodes may have, preferring promising ones."""
+        merges = self.whole.merges
+        possible = [merged for merged in merges if self.whole.can_cut(nodes, merged)] or merges
+        found: dict[Cut, None] = {}
+        for _ in range(SCREENED):
+            cuts = self.whole.cuts(nodes, possible[random.integers(len(possible))])
+            found[cuts[int(len(cuts) * random.random() ** 2)]] = None
+        return list(found)
+
+    def changed_layout(
+        self, layout: Layout, ends: Sequence[float], random: np.random.Generator
+    ) -> Layout | None:
+        """Return a copy with one or two changes; None if none is found."""
+        for _ in range(TRIES):
+            other = layout
+            for _ in range(1 + random.integers(2)):
+                other = self.with_change(other, ends, random)
+            if other != layout:
+                return other
+        return None
+
+    def with_change(
+        self, layout: Layout, ends: Sequence[float], random: np.random.Generator
+    ) -> Layout:
+        """Let two lanes exchange all nodes, cut one anew, or move a node to another stage.
+
+        If the change is impossible, the layout is returned as it is.
+        """
+        places = list(layout)
+        lanes = len(places)
+        kind = random.random()
+        # The lane that ends last is changed more often than others.
+        lane = int(np.argmax(ends)) if random.random() < 0.4 else int(random.integers(lanes))
+        if kind < 0.15 and lanes > 1:
+            one, other = random.permutation(lanes)[:2]
+            places[one], places[other] = places[other], places[one]
+        elif kind < 0.4:
+            places[lane] = self.screened(lane, places[lane].nodes, random)
+        else:
+            sizes = places[lane].cut.sizes
+            sources = [stage for stage, size in enumerate(sizes) if size > 1]
+            target = int(random.integers(len(sizes))) if random.random() < 0.7 else 0
+            # Each data node sends a microbatch.
+            has_room = target > 0 or sizes[0] < sum(self.whole.case.microbatches)
+            if sources and has_room:
+                source = places[lane].stage(sources[random.integers(len(sources))])
+                replicas = places[lane].nodes[source]
+                node = replicas[random.integers(len(replicas))]
+                places[lane] = places[lane].moved(node, target)
+        return tuple(places)
 
 
 class _Chains:

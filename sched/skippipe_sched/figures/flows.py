@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import NamedTuple
-from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
 
@@ -17,15 +16,11 @@ from skippipe_sched.figures.svg import (
     CHARACTER,
     HALF_DIGIT_HEIGHT,
     MARGIN,
-    add_circle,
-    add_text,
-    add_tip,
-    add_title,
+    Shape,
     point,
     rounded,
     shortened,
     start_picture,
-    svg_text,
 )
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
@@ -100,14 +95,14 @@ def flows_map(plan: Plan, timeline: Timeline) -> str:
     svg = start_picture("flows", (layout.width, layout.height), about, styles)
     total, wide = sum(flow.bytes for flow in links), wide_area_bytes(plan.case, links)
     figures = f"{size_text(total)} in an iteration of {seconds_text(timeline.iteration_s)}"
-    add_title(svg, plan.method, f"{figures} · {size_text(wide)} between locations")
+    svg.add_title(plan.method, f"{figures} · {size_text(wide)} between locations")
     _draw_locations(svg, layout, plan)
     curves = _draw_flows(svg, layout, plan, drawn)
     _draw_places(svg, layout, plan, flows)
     _draw_badges(svg, layout, curves[:BUSIEST])
     y = _draw_legend(svg, layout, plan, drawn)
     _draw_busiest(svg, layout, plan, drawn[:BUSIEST], y)
-    return svg_text(svg)
+    return svg.to_text()
 
 
 @dataclass(frozen=True)
@@ -226,7 +221,7 @@ def _stage_style(stage: int) -> str:
     )
 
 
-def _draw_locations(svg: Element, layout: _Layout, plan: Plan) -> None:
+def _draw_locations(svg: Shape, layout: _Layout, plan: Plan) -> None:
     """Draw names outside the circle: level if there is room, else along the radius."""
     for name, (first, last) in layout.arcs.items():
         if last > first and len(layout.arcs) > 1:
@@ -234,19 +229,19 @@ def _draw_locations(svg: Element, layout: _Layout, plan: Plan) -> None:
             start, end = layout.at(first, radius), layout.at(last, radius)
             large = int(last - first > math.pi)
             curve = f"M{point(start)}A{point((radius, radius))} 0 {large} 1 {point(end)}"
-            SubElement(svg, "path", {"class": "location", "d": curve})
+            svg.add("path", {"class": "location", "d": curve})
         angle = (first + last) / 2
         if layout.level_names:
-            text = add_text(svg, _side(angle), 0, 4 - 6 * math.cos(angle), _cut(name))
+            text = svg.add_text(_side(angle), 0, 4 - 6 * math.cos(angle), _cut(name))
             turned = 0.0
         else:
             left = math.sin(angle) < 0
-            text = add_text(svg, "end" if left else "start", 0, 4, _cut(name))
+            text = svg.add_text("end" if left else "start", 0, 4, _cut(name))
             turned = math.degrees(angle) - 90 + 180 * left
         place = layout.at(angle, layout.radius + LABEL)
         text.set("transform", f"translate({point(place)}) rotate({rounded(turned)})")
         nodes = sum(node.location == name for node in plan.case.nodes)
-        add_tip(text, f"{name}: {nodes} node{'s' * (nodes > 1)}")
+        text.add_tip(f"{name}: {nodes} node{'s' * (nodes > 1)}")
 
 
 class _Curve(NamedTuple):
@@ -261,15 +256,15 @@ class _Curve(NamedTuple):
         return rest**2 * self.start + 2 * rest * share * self.control + share**2 * self.end
 
 
-def _draw_flows(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow]) -> list[_Curve]:
+def _draw_flows(svg: Shape, layout: _Layout, plan: Plan, flows: Sequence[Flow]) -> list[_Curve]:
     """Draw the arrows, the busiest on top; return their curves in the order of the flows."""
     curves = [_curve(layout, flow) for flow in flows]
     for rank in reversed(range(len(flows))):
         flow, curve = flows[rank], curves[rank]
-        group = SubElement(svg, "g", {"class": _flow_class(plan, flow, rank < BUSIEST)})
+        group = svg.add("g", {"class": _flow_class(plan, flow, rank < BUSIEST)})
         _draw_arrow(group, curve, _flow_width(flow, flows))
         figures = f"{size_text(flow.bytes)}, busy {seconds_text(flow.busy_s)}"
-        add_tip(group, f"{link_name(plan.case, flow)}: {flow.use}, {figures}")
+        group.add_tip(f"{link_name(plan.case, flow)}: {flow.use}, {figures}")
     return curves
 
 
@@ -288,17 +283,17 @@ def _curve(layout: _Layout, flow: Flow) -> _Curve:
     )
 
 
-def _draw_arrow(group: Element, curve: _Curve, width: float) -> None:
+def _draw_arrow(group: Shape, curve: _Curve, width: float) -> None:
     towards = _direction(curve.end - curve.control)
     base = curve.end - (4 + 1.2 * width) * towards
     aside = (2 + 0.8 * width) * np.array([-towards[1], towards[0]])
     line = f"M{point(curve.start)}Q{point(curve.control)} {point(base)}"
-    SubElement(group, "path", {"d": line, "stroke-width": rounded(width)})
+    group.add("path", {"d": line, "stroke-width": rounded(width)})
     corners = " ".join(map(point, (curve.end, base + aside, base - aside)))
-    SubElement(group, "polygon", {"points": corners})
+    group.add("polygon", {"points": corners})
 
 
-def _draw_places(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow]) -> None:
+def _draw_places(svg: Shape, layout: _Layout, plan: Plan, flows: Sequence[Flow]) -> None:
     for place in layout.angles:
         x, y = layout.place(place)
         sent = size_text(sum(flow.bytes for flow in flows if flow.source == place))
@@ -310,12 +305,12 @@ def _draw_places(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow
         else:
             classes, number = "place", sum(node.location == place for node in plan.case.nodes)
             about = f"{number} nodes in {place}: "
-        disc = add_circle(svg, classes, x, y, DISC)
-        add_tip(disc, f"{about}sends {sent}, receives {received}")
-        add_text(svg, "number", x, y + HALF_DIGIT_HEIGHT, str(number))
+        disc = svg.add_circle(classes, x, y, DISC)
+        disc.add_tip(f"{about}sends {sent}, receives {received}")
+        svg.add_text("number", x, y + HALF_DIGIT_HEIGHT, str(number))
 
 
-def _draw_badges(svg: Element, layout: _Layout, curves: Sequence[_Curve]) -> None:
+def _draw_badges(svg: Shape, layout: _Layout, curves: Sequence[_Curve]) -> None:
     """Draw the rank of each of the busiest links on its curve, away from other badges."""
     taken: list[np.ndarray] = []
     for rank, curve in enumerate(curves, start=1):
@@ -328,13 +323,13 @@ def _draw_badges(svg: Element, layout: _Layout, curves: Sequence[_Curve]) -> Non
         _draw_badge(svg, rank, *places[free])
 
 
-def _draw_badge(svg: Element, rank: int, x: float, y: float) -> None:
-    badge = SubElement(svg, "g", {"class": "badge"})
-    add_circle(badge, "", x, y, BADGE)
-    add_text(badge, "", x, y + HALF_DIGIT_HEIGHT, str(rank))
+def _draw_badge(svg: Shape, rank: int, x: float, y: float) -> None:
+    badge = svg.add("g", {"class": "badge"})
+    badge.add_circle("", x, y, BADGE)
+    badge.add_text("", x, y + HALF_DIGIT_HEIGHT, str(rank))
 
 
-def _draw_legend(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow]) -> float:
+def _draw_legend(svg: Shape, layout: _Layout, plan: Plan, flows: Sequence[Flow]) -> float:
     """Draw the legend; return its lower end."""
     x, y = layout.panel, TOP + 4
     labels = {"pipeline": "activations, gradients", "averaging": "averaging of a stage"}
@@ -344,26 +339,26 @@ def _draw_legend(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow
         if largest is None:
             continue
         start, end = np.array([x, y - 4]), np.array([x + 40, y - 4])
-        group = SubElement(svg, "g", {"class": _flow_class(plan, largest, True)})
+        group = svg.add("g", {"class": _flow_class(plan, largest, True)})
         _draw_arrow(group, _Curve(start, (start + end) / 2, end), _flow_width(largest, flows))
-        add_text(svg, "", x + 48, y, f"{label}, up to {size_text(largest.bytes)}")
+        svg.add_text("", x + 48, y, f"{label}, up to {size_text(largest.bytes)}")
         y += LINE
     if isinstance(next(iter(layout.angles)), str):
-        add_circle(svg, "place", x + DISC, y + 2, DISC)
-        add_text(svg, "", x + 48, y + 6, "a location, with its number of nodes")
+        svg.add_circle("place", x + DISC, y + 2, DISC)
+        svg.add_text("", x + 48, y + 6, "a location, with its number of nodes")
         return y + LINE
     for stage in range(len(plan.stages)):
         left, down = x + stage % COLUMNS * PANEL / COLUMNS, y + 4 + LINE * (stage // COLUMNS)
-        add_circle(svg, f"s{stage}", left + 5, down - 4, 5)
-        add_text(svg, "", left + 14, down, f"stage {stage}" + " · data" * (stage == 0))
+        svg.add_circle(f"s{stage}", left + 5, down - 4, 5)
+        svg.add_text("", left + 14, down, f"stage {stage}" + " · data" * (stage == 0))
     return y + LINE * math.ceil(len(plan.stages) / COLUMNS)
 
 
 def _draw_busiest(
-    svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow], top: float
+    svg: Shape, layout: _Layout, plan: Plan, flows: Sequence[Flow], top: float
 ) -> None:
     x, y = layout.panel, top + 1.5 * LINE
-    add_text(svg, "stage", x, y, "Busiest links" if flows else "No link carries traffic")
+    svg.add_text("stage", x, y, "Busiest links" if flows else "No link carries traffic")
     for rank, flow in enumerate(flows, start=1):
         y += 1.3 * LINE
         _draw_badge(svg, rank, x + BADGE, y - 4)
@@ -371,10 +366,10 @@ def _draw_busiest(
         if isinstance(flow.source, int):
             ends = (plan.case.nodes[node].location for node in ends)
             nodes = f"{flow.source} → {flow.target} · "
-        add_text(svg, "", x + 22, y, " → ".join(map(_cut, ends)))
+        svg.add_text("", x + 22, y, " → ".join(map(_cut, ends)))
         y += 0.9 * LINE
         figures = f"busy {seconds_text(flow.busy_s)} · {size_text(flow.bytes)} · {flow.use}"
-        add_text(svg, "", x + 22, y, nodes + figures)
+        svg.add_text("", x + 22, y, nodes + figures)
 
 
 def _flow_class(plan: Plan, flow: Flow, busiest: bool) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from xml.etree.ElementTree import Element, SubElement
 
 from skippipe_sched.figures.colours import microbatch_colours
 from skippipe_sched.figures.svg import (
@@ -13,17 +12,11 @@ from skippipe_sched.figures.svg import (
     HALF_DIGIT_HEIGHT,
     MARGIN,
     WIDTH,
-    add_line,
-    add_rect,
-    add_text,
-    add_ticks,
-    add_tip,
-    add_title,
+    Shape,
     round_ticks,
     rounded,
     shortened,
     start_picture,
-    svg_text,
 )
 from skippipe_sched.problem.plan import Operation, Plan
 from skippipe_sched.timing.timeline import Timeline, Transfer
@@ -90,12 +83,12 @@ def gantt_series(plan: Plan, timelines: Mapping[str, Timeline]) -> str:
     svg = start_picture("gantt", (WIDTH, height * len(timelines)), about, styles)
     _draw_hatching(svg)
     for index, (title, timeline) in enumerate(timelines.items()):
-        chart = SubElement(svg, "g", {"transform": f"translate(0 {rounded(index * height)})"})
+        chart = svg.add("g", {"transform": f"translate(0 {rounded(index * height)})"})
         _draw_chart(chart, layout, plan, timeline, title)
-    return svg_text(svg)
+    return svg.to_text()
 
 
-def _draw_chart(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, title: str) -> None:
+def _draw_chart(svg: Shape, layout: _Layout, plan: Plan, timeline: Timeline, title: str) -> None:
     figures = {
         "iteration": timeline.iteration_s,
         "pipeline": timeline.pipeline_s,
@@ -103,12 +96,12 @@ def _draw_chart(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, t
         "rings late by": timeline.late_s or None,
     }
     told = [f"{name} {layout.seconds(s)}" for name, s in figures.items() if s is not None]
-    add_title(svg, title, " · ".join(told))
+    svg.add_title(title, " · ".join(told))
     _draw_legend(svg)
     _draw_stages(svg, layout, plan, timeline)
     ticks = {layout.x(tick_s): f"{tick_s:g}" for tick_s in round_ticks(layout.end_s)}
-    add_ticks(svg, ticks, PLOT_TOP, layout.bottom)
-    add_text(svg, "", MARGIN, layout.bottom + 17, "seconds")
+    svg.add_ticks(ticks, PLOT_TOP, layout.bottom)
+    svg.add_text("", MARGIN, layout.bottom + 17, "seconds")
     if timeline.steady:
         _draw_averagings(svg, layout, plan, timeline)
     _draw_waits(svg, layout, timeline)
@@ -167,7 +160,7 @@ def node_label(plan: Plan, node: int) -> str:
     return shortened(label, LONGEST_LABEL)
 
 
-def _draw_hatching(svg: Element) -> None:
+def _draw_hatching(svg: Shape) -> None:
     attributes = {
         "id": "gantt-wait",
         "width": "5",
@@ -175,11 +168,11 @@ def _draw_hatching(svg: Element) -> None:
         "patternUnits": "userSpaceOnUse",
         "patternTransform": "rotate(45)",
     }
-    pattern = SubElement(SubElement(svg, "defs"), "pattern", attributes)
-    add_line(pattern, "hatch", (2.5, 0), (2.5, 5))
+    pattern = svg.add("defs").add("pattern", attributes)
+    pattern.add_line("hatch", (2.5, 0), (2.5, 5))
 
 
-def _draw_legend(svg: Element) -> None:
+def _draw_legend(svg: Shape) -> None:
     """Draw samples in the style of the plot, with the color of microbatch 0."""
     middle = LEGEND_Y - 4
     x = MARGIN
@@ -194,28 +187,28 @@ def _draw_legend(svg: Element) -> None:
     ):
         width = 4 if sample == "L" else 20
         if sample in ("transfer", "queued"):
-            add_line(svg, f"{sample} T0", (x, middle), (x + width, middle), width=2)
+            svg.add_line(f"{sample} T0", (x, middle), (x + width, middle), width=2)
         else:
             _bar(svg, f"{sample} m0" if sample in NAMES else sample, x, x + width, middle - 7)
-        add_text(svg, "", x + width + 5, LEGEND_Y, label)
+        svg.add_text("", x + width + 5, LEGEND_Y, label)
         x += room
 
 
-def _draw_stages(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) -> None:
+def _draw_stages(svg: Shape, layout: _Layout, plan: Plan, timeline: Timeline) -> None:
     for stage, (top, nodes) in enumerate(zip(layout.stage_tops, plan.stages, strict=True)):
         bottom = top + STAGE_HEADER + ROW * len(nodes)
         if stage % 2 == 0:
-            add_rect(svg, "band", (1, WIDTH - 1), (top, bottom))
+            svg.add_rect("band", (1, WIDTH - 1), (top, bottom))
         what = " · data" if stage == 0 else " · bypassed" if not nodes else ""
-        add_text(svg, "stage", MARGIN, top + 15, f"Stage {stage}{what}")
+        svg.add_text("stage", MARGIN, top + 15, f"Stage {stage}{what}")
         for node in nodes:
             y = layout.row_tops[node] + BAR_TOP + 12
-            text = add_text(svg, "", MARGIN, y, node_label(plan, node))
+            text = svg.add_text("", MARGIN, y, node_label(plan, node))
             busy = layout.seconds(timeline.busy_s[node])
-            add_tip(text, f"Node {node} in {plan.case.nodes[node].location}: busy {busy}")
+            text.add_tip(f"Node {node} in {plan.case.nodes[node].location}: busy {busy}")
 
 
-def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:
+def _draw_waits(svg: Shape, layout: _Layout, timeline: Timeline) -> None:
     """Draw the waits that the network causes, without the time in which another node computes."""
     transfers = {transfer.operation: transfer for transfer in timeline.transfers}
     free_s = [*timeline.free_s] or [0.0] * timeline.nodes
@@ -227,11 +220,11 @@ def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:
             start, end = layout.x(start_s), layout.x(transfer.end_s)
             about = f"Node {node} waits for microbatch {microbatch} from node {transfer.source}"
             bar = _bar(svg, "wait", start, end, layout.row_tops[node])
-            add_tip(bar, f"{about}: {layout.span(start_s, transfer.end_s)}")
+            bar.add_tip(f"{about}: {layout.span(start_s, transfer.end_s)}")
         free_s[node] = run.end_s
 
 
-def _draw_transfers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
+def _draw_transfers(svg: Shape, layout: _Layout, timeline: Timeline) -> None:
     for node in range(timeline.nodes):
         lanes = in_lanes([t for t in timeline.transfers if t.target == node])
         for lane, transfers in enumerate(lanes):
@@ -253,44 +246,42 @@ def in_lanes(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
     return lanes
 
 
-def _draw_transfer(
-    svg: Element, layout: _Layout, transfer: Transfer, y: float, width: float
-) -> None:
+def _draw_transfer(svg: Shape, layout: _Layout, transfer: Transfer, y: float, width: float) -> None:
     colour = f"T{transfer.operation.microbatch}"
     ready, start, end = map(layout.x, (transfer.ready_s, transfer.start_s, transfer.end_s))
     link = f"node {transfer.source} to node {transfer.target}"
-    line = add_line(svg, f"transfer {colour}", (start, y), (end, y), width)
+    line = svg.add_line(f"transfer {colour}", (start, y), (end, y), width)
     microbatch = f"Microbatch {transfer.operation.microbatch}"
-    add_tip(line, f"{microbatch} from {link}: {layout.span(transfer.start_s, transfer.end_s)}")
+    line.add_tip(f"{microbatch} from {link}: {layout.span(transfer.start_s, transfer.end_s)}")
     if transfer.start_s > transfer.ready_s:
-        queued = add_line(svg, f"queued {colour}", (ready, y), (start, y), width)
+        queued = svg.add_line(f"queued {colour}", (ready, y), (start, y), width)
         span = layout.span(transfer.ready_s, transfer.start_s)
-        add_tip(queued, f"{microbatch} waits for the link from {link}: {span}")
+        queued.add_tip(f"{microbatch} waits for the link from {link}: {span}")
 
 
-def _draw_runs(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) -> None:
+def _draw_runs(svg: Shape, layout: _Layout, plan: Plan, timeline: Timeline) -> None:
     for run in timeline.runs:
         kind, microbatch, node = run.operation
         start, end = layout.x(run.start_s), layout.x(run.end_s)
         bar = _bar(svg, f"{kind} m{microbatch}", start, end, layout.row_tops[node])
         about = f"{NAMES[kind]} of microbatch {microbatch} on node {node}"
         span = layout.span(run.start_s, run.end_s)
-        add_tip(bar, f"{about} (stage {plan.stage_of[node]}): {span}")
+        bar.add_tip(f"{about} (stage {plan.stage_of[node]}): {span}")
         _draw_number(svg, run.operation, (start + end) / 2, layout.row_tops[node], end - start)
 
 
-def _draw_number(svg: Element, operation: Operation, x: float, row_top: float, room: float) -> None:
+def _draw_number(svg: Shape, operation: Operation, x: float, row_top: float, room: float) -> None:
     """Write the microbatch in the middle of a bar: upright, or rotated if that is too wide."""
     label = str(operation.microbatch)
     y = row_top + BAR_TOP + BAR / 2
     if room > DIGIT * len(label):
-        add_text(svg, f"number {operation.kind}", x, y + HALF_DIGIT_HEIGHT, label)
+        svg.add_text(f"number {operation.kind}", x, y + HALF_DIGIT_HEIGHT, label)
     elif room > 2 * HALF_DIGIT_HEIGHT:
-        text = add_text(svg, f"number side {operation.kind}", 0, HALF_DIGIT_HEIGHT, label)
+        text = svg.add_text(f"number side {operation.kind}", 0, HALF_DIGIT_HEIGHT, label)
         text.set("transform", f"translate({rounded(x)} {rounded(y)}) rotate(-90)")
 
 
-def _draw_averagings(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) -> None:
+def _draw_averagings(svg: Shape, layout: _Layout, plan: Plan, timeline: Timeline) -> None:
     for averaging in timeline.averagings:
         if averaging.end_s == averaging.start_s:
             continue
@@ -298,15 +289,15 @@ def _draw_averagings(svg: Element, layout: _Layout, plan: Plan, timeline: Timeli
         start, end = layout.x(averaging.start_s), layout.x(averaging.end_s)
         top = layout.row_tops[nodes[0]] + BAR_TOP
         bottom = layout.row_tops[nodes[-1]] + ROW - 3
-        bar = add_rect(svg, "averaging", (start, end), (top, bottom), radius=3)
+        bar = svg.add_rect("averaging", (start, end), (top, bottom), radius=3)
         span = layout.span(averaging.start_s, averaging.end_s)
-        add_tip(bar, f"Averaging of stage {averaging.stage}: {span}")
+        bar.add_tip(f"Averaging of stage {averaging.stage}: {span}")
         label = f"averaging {layout.seconds(averaging.end_s - averaging.start_s)}"
         if end - start > len(label) * CHARACTER:
-            add_text(svg, "middle", (start + end) / 2, (top + bottom) / 2 + 4, label)
+            svg.add_text("middle", (start + end) / 2, (top + bottom) / 2 + 4, label)
 
 
-def _draw_markers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
+def _draw_markers(svg: Shape, layout: _Layout, timeline: Timeline) -> None:
     marks = [
         (5, "end of pipeline", timeline.pipeline_s),
         (19, "end of iteration", timeline.iteration_s),
@@ -315,12 +306,12 @@ def _draw_markers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
         marks = [(5, "next iteration", timeline.iteration_s)]
     for rise, label, time_s in marks:
         x = layout.x(time_s)
-        add_line(svg, "marker", (x, PLOT_TOP - rise - 10), (x, layout.bottom))
+        svg.add_line("marker", (x, PLOT_TOP - rise - 10), (x, layout.bottom))
         text = f"{label} {layout.seconds(time_s)}"
         if x > CHARACTER * len(text):
-            add_text(svg, "end", x - 4, PLOT_TOP - rise, text)
+            svg.add_text("end", x - 4, PLOT_TOP - rise, text)
         else:
-            add_text(svg, "", x + 4, PLOT_TOP - rise, text)
+            svg.add_text("", x + 4, PLOT_TOP - rise, text)
 
 
 def _microbatch_style(microbatch: int) -> str:
@@ -334,6 +325,6 @@ def _microbatch_style(microbatch: int) -> str:
     )
 
 
-def _bar(svg: Element, classes: str, start: float, end: float, row_top: float) -> Element:
+def _bar(svg: Shape, classes: str, start: float, end: float, row_top: float) -> Shape:
     top = row_top + BAR_TOP
-    return add_rect(svg, classes, (start, end), (top, top + BAR), radius=2)
+    return svg.add_rect(classes, (start, end), (top, top + BAR), radius=2)

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from xml.etree.ElementTree import Element, SubElement
 
 from skippipe_sched.figures.colours import microbatch_colours
 from skippipe_sched.figures.gantt import node_label
@@ -14,13 +13,9 @@ from skippipe_sched.figures.svg import (
     HALF_DIGIT_HEIGHT,
     MARGIN,
     WIDTH,
-    add_rect,
-    add_text,
-    add_tip,
-    add_title,
+    Shape,
     rounded,
     start_picture,
-    svg_text,
 )
 from skippipe_sched.problem.plan import Plan
 
@@ -69,23 +64,23 @@ def paths_picture(plan: Plan) -> str:
     styles = STYLE + "".join(map(_microbatch_style, range(len(plan.microbatches))))
     svg = start_picture("paths", (WIDTH, layout.bottom + MARGIN), about, styles)
     figures = f"{len(plan.microbatches)} microbatches, {len(plan.case.nodes)} nodes"
-    add_title(svg, plan.method, f"{figures}, {len(plan.stages)} stages")
+    svg.add_title(plan.method, f"{figures}, {len(plan.stages)} stages")
     legend = "below a column: the stage is skipped; to the left: a swap"
-    add_text(svg, "", MARGIN, LEGEND_Y, f"a line is the path of a microbatch; {legend}")
+    svg.add_text("", MARGIN, LEGEND_Y, f"a line is the path of a microbatch; {legend}")
     for microbatch in range(len(plan.microbatches)):
         _draw_path(svg, layout, plan, microbatch)
     for stage, nodes in enumerate(plan.stages):
         x = layout.left[stage]
         label = f"Stage {stage} · data" if stage == 0 else f"Stage {stage}"
-        add_text(svg, "stage", x, TOP - 10, label)
+        svg.add_text("stage", x, TOP - 10, label)
         for node in nodes:
-            add_rect(svg, "node", (x, x + BOX), layout.boxes[node], radius=5)
-            add_text(svg, "", x + 8, layout.boxes[node][0] + 15, node_label(plan, node))
+            svg.add_rect("node", (x, x + BOX), layout.boxes[node], radius=5)
+            svg.add_text("", x + 8, layout.boxes[node][0] + 15, node_label(plan, node))
     for (node, microbatch), y in layout.visits.items():
         x = layout.left[plan.stage_of[node]]
-        add_rect(svg, f"m{microbatch}", (x, x + BOX), (y - BAR / 2, y + BAR / 2), radius=3)
-        add_text(svg, "number", x + BOX / 2, y + HALF_DIGIT_HEIGHT, str(microbatch))
-    return svg_text(svg)
+        svg.add_rect(f"m{microbatch}", (x, x + BOX), (y - BAR / 2, y + BAR / 2), radius=3)
+        svg.add_text("number", x + BOX / 2, y + HALF_DIGIT_HEIGHT, str(microbatch))
+    return svg.to_text()
 
 
 def _layout(plan: Plan) -> _Layout:
@@ -120,10 +115,10 @@ def _layout(plan: Plan) -> _Layout:
     )
 
 
-def _draw_path(svg: Element, layout: _Layout, plan: Plan, microbatch: int) -> None:
+def _draw_path(svg: Shape, layout: _Layout, plan: Plan, microbatch: int) -> None:
     path = plan.microbatches[microbatch]
-    group = SubElement(svg, "g", {"class": f"way m{microbatch}"})
-    add_tip(group, f"Microbatch {microbatch}: nodes {', '.join(map(str, path))}")
+    group = svg.add("g", {"class": f"way m{microbatch}"})
+    group.add_tip(f"Microbatch {microbatch}: nodes {', '.join(map(str, path))}")
     for source, target in pairwise(path):
         a, b = plan.stage_of[source], plan.stage_of[target]
         # A line leaves a box on the side of the next one, and enters that one on the opposite side.
@@ -143,7 +138,7 @@ def _draw_path(svg: Element, layout: _Layout, plan: Plan, microbatch: int) -> No
         line += _curve((x, y), (end_x, end_y))
         back = rounded(-onward * ARROW)
         line += f"l{back} -3M{rounded(end_x)} {rounded(end_y)}l{back} 3"
-        SubElement(group, "path", {"d": line})
+        group.add("path", {"d": line})
 
 
 def _curve(start: tuple[float, float], end: tuple[float, float]) -> str:

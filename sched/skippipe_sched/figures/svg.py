@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from xml.etree import ElementTree
-from xml.etree.ElementTree import Element, SubElement
 
 # Pixels. The picture has the width of a README's text, so that it is shown at its own size.
 WIDTH = 900
@@ -31,7 +30,74 @@ SHARED_STYLE = """
 """
 
 
-def start_picture(scope: str, size: tuple[float, float], about: str, styles: str) -> Element:
+class Shape(ElementTree.Element):
+    """Element of a picture, to which methods add others. Coordinates are in pixels."""
+
+    def add(self, tag: str, attributes: Mapping[str, str] | None = None) -> Shape:
+        """Add an element of any kind, and return it, as all methods that add one do."""
+        shape = Shape(tag, dict(attributes or {}))
+        self.append(shape)
+        return shape
+
+    def add_title(self, title: str, figures: str) -> None:
+        """Add the line at the top: the title, and next to it the main figures."""
+        text = self.add_text("title", MARGIN, TITLE_Y, title)
+        text.add("tspan", {"class": "figures", "dx": "10"}).text = figures
+
+    def add_rect(
+        self,
+        classes: str,
+        across: tuple[float, float],
+        down: tuple[float, float],
+        radius: int = 0,
+    ) -> Shape:
+        """Add a rectangle from left to right and from top to bottom."""
+        attributes = {
+            "class": classes,
+            "x": rounded(across[0]),
+            "y": rounded(down[0]),
+            "width": rounded(across[1] - across[0]),
+            "height": rounded(down[1] - down[0]),
+        }
+        return self.add("rect", attributes | ({"rx": str(radius)} if radius else {}))
+
+    def add_line(
+        self, classes: str, start: tuple[float, float], end: tuple[float, float], width: float = 0
+    ) -> Shape:
+        """Add a line; `width` 0 leaves its width to the style."""
+        names = ("x1", "y1", "x2", "y2")
+        places = dict(zip(names, map(rounded, (*start, *end)), strict=True))
+        stroke = {"stroke-width": rounded(width)} if width else {}
+        return self.add("line", {"class": classes, **places, **stroke})
+
+    def add_circle(self, classes: str, x: float, y: float, radius: float) -> Shape:
+        """Add a circle around x and y."""
+        places = {"cx": rounded(x), "cy": rounded(y), "r": rounded(radius)}
+        return self.add("circle", ({"class": classes} if classes else {}) | places)
+
+    def add_text(self, classes: str, x: float, y: float, content: str) -> Shape:
+        """Add a text whose baseline begins at x and y, or is anchored there by its class."""
+        attributes = {"class": classes} if classes else {}
+        text = self.add("text", {**attributes, "x": rounded(x), "y": rounded(y)})
+        text.text = content
+        return text
+
+    def add_ticks(self, labels: Mapping[float, str], top: float, bottom: float) -> None:
+        """Add a line of the grid at each x, and its label below the plot."""
+        for x, label in labels.items():
+            self.add_line("grid", (x, top), (x, bottom + 4))
+            self.add_text("middle", x, bottom + 17, label)
+
+    def add_tip(self, content: str) -> None:
+        """Add a tooltip."""
+        self.add("title").text = content
+
+    def to_text(self) -> str:
+        """Return the picture as the text of its file."""
+        return ElementTree.tostring(self, encoding="unicode") + "\n"
+
+
+def start_picture(scope: str, size: tuple[float, float], about: str, styles: str) -> Shape:
     """Start an SVG of this size [pixels], with its paper and styles; `scope` is its class."""
     width, height = size
     attributes = {
@@ -43,73 +109,10 @@ def start_picture(scope: str, size: tuple[float, float], about: str, styles: str
         "role": "img",
         "aria-label": about,
     }
-    svg = Element("svg", attributes)
-    SubElement(svg, "style").text = SHARED_STYLE.replace("SCOPE", scope) + styles
-    add_rect(svg, "paper", (0.5, width - 0.5), (0.5, height - 0.5), radius=8)
+    svg = Shape("svg", attributes)
+    svg.add("style").text = SHARED_STYLE.replace("SCOPE", scope) + styles
+    svg.add_rect("paper", (0.5, width - 0.5), (0.5, height - 0.5), radius=8)
     return svg
-
-
-def add_title(svg: Element, title: str, figures: str) -> None:
-    """Add the line at the top: the title, and next to it the main figures."""
-    text = add_text(svg, "title", MARGIN, TITLE_Y, title)
-    SubElement(text, "tspan", {"class": "figures", "dx": "10"}).text = figures
-
-
-def svg_text(svg: Element) -> str:
-    """Return the picture as the text of its file."""
-    return ElementTree.tostring(svg, encoding="unicode") + "\n"
-
-
-def add_rect(
-    parent: Element,
-    classes: str,
-    across: tuple[float, float],
-    down: tuple[float, float],
-    radius: int = 0,
-) -> Element:
-    """Add a rectangle from left to right and from top to bottom [pixels]."""
-    attributes = {
-        "class": classes,
-        "x": rounded(across[0]),
-        "y": rounded(down[0]),
-        "width": rounded(across[1] - across[0]),
-        "height": rounded(down[1] - down[0]),
-    }
-    return SubElement(parent, "rect", attributes | ({"rx": str(radius)} if radius else {}))
-
-
-def add_line(
-    parent: Element,
-    classes: str,
-    start: tuple[float, float],
-    end: tuple[float, float],
-    width: float = 0,
-) -> Element:
-    """Add a line; `width` 0 leaves its width to the style."""
-    names = ("x1", "y1", "x2", "y2")
-    places = dict(zip(names, map(rounded, (*start, *end)), strict=True))
-    stroke = {"stroke-width": rounded(width)} if width else {}
-    return SubElement(parent, "line", {"class": classes, **places, **stroke})
-
-
-def add_ticks(parent: Element, labels: Mapping[float, str], top: float, bottom: float) -> None:
-    """Add a line of the grid at each x, and its label below the plot."""
-    for x, label in labels.items():
-        add_line(parent, "grid", (x, top), (x, bottom + 4))
-        add_text(parent, "middle", x, bottom + 17, label)
-
-
-def add_text(parent: Element, classes: str, x: float, y: float, content: str) -> Element:
-    """Add a text whose baseline begins at x and y, or is anchored there by its class."""
-    attributes = {"class": classes} if classes else {}
-    text = SubElement(parent, "text", {**attributes, "x": rounded(x), "y": rounded(y)})
-    text.text = content
-    return text
-
-
-def add_tip(element: Element, content: str) -> None:
-    """Add a tooltip to an element."""
-    SubElement(element, "title").text = content
 
 
 def rounded(value: float) -> str:
@@ -128,12 +131,6 @@ def round_ticks(end: float, start: float = 0.0, most: int = MOST_TICKS) -> list[
 def shortened(text: str, longest: int) -> str:
     """Shorten a text to at most `longest` characters."""
     return text if len(text) <= longest else text[: longest - 1] + "…"
-
-
-def add_circle(parent: Element, classes: str, x: float, y: float, radius: float) -> Element:
-    """Add a circle around x and y."""
-    places = {"cx": rounded(x), "cy": rounded(y), "r": rounded(radius)}
-    return SubElement(parent, "circle", ({"class": classes} if classes else {}) | places)
 
 
 def point(place: Iterable[float]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -18,25 +17,10 @@ from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
 from skippipe_sched.timing.timeline import Run, Timeline, Transfer
 
-
-@dataclass(frozen=True)
-class _Slice:
-    """Interval on a track [s].
-
-    `flows` are the arrows that touch it: their numbers, each with the `ph` of its part here.
-    """
-
-    name: str
-    category: str
-    start_s: float
-    end_s: float
-    arguments: Mapping[str, Any]
-    flows: tuple[tuple[int, str], ...] = ()
+Event = dict[str, Any]
 
 
-def chrome_trace(
-    plan: Plan, timeline: Timeline, measured: Timeline | None = None
-) -> dict[str, Any]:
+def chrome_trace(plan: Plan, timeline: Timeline, measured: Timeline | None = None) -> Event:
     """Convert one iteration of `plan`, predicted or measured, to Chrome's trace event format.
 
     Every stage is a process. It has a thread for every node with its operations, threads for the
@@ -56,7 +40,7 @@ def chrome_trace(
     # process is the main one.
     thread = len(shown) * len(plan.stages)
     first_arrow = 0
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     for group, (prefix, one) in enumerate(shown.items()):
         first_process = group * len(plan.stages) + 1
         for stage in range(len(plan.stages)):
@@ -64,13 +48,12 @@ def chrome_trace(
             name = f"{prefix}stage {stage}" + " · data" * (stage == 0)
             events.append(_metadata("process_name", process, {"name": name}))
             events.append(_metadata("process_sort_index", process, {"sort_index": process - 1}))
-        for stage, name, slices in _tracks(plan, one, first_arrow):
+        for stage, name, own in _tracks(plan, one, first_arrow):
             thread += 1
             process = first_process + stage
             events.append(_metadata("thread_name", process, {"name": name}, thread))
             events.append(_metadata("thread_sort_index", process, {"sort_index": thread}, thread))
-            for piece in slices:
-                events += _events(piece, process, thread)
+            events += (event | {"pid": process, "tid": thread} for event in own)
         first_arrow += len(one.transfers)
     return {
         "traceEvents": events,
@@ -79,30 +62,35 @@ def chrome_trace(
     }
 
 
-def _metadata(
-    name: str, process: int, arguments: Mapping[str, Any], thread: int = 0
-) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": process, "tid": thread, "args": dict(arguments)}
+def _metadata(name: str, process: int, arguments: Event, thread: int = 0) -> Event:
+    return {"ph": "M", "name": name, "pid": process, "tid": thread, "args": arguments}
 
 
-def _events(piece: _Slice, process: int, thread: int) -> list[dict[str, Any]]:
-    """Write a slice, and its ends of arrows in its middle, so that they are within it."""
-    start_us, end_us = _microseconds(piece.start_s), _microseconds(piece.end_s)
-    place = {"pid": process, "tid": thread}
+def _slice(
+    name: str,
+    category: str,
+    span_s: tuple[float, float],
+    arguments: Event,
+    flows: Sequence[tuple[int, str]] = (),
+) -> list[Event]:
+    """List a slice, and its ends of arrows in its middle, so that they are within it.
+
+    `flows` are the arrows that touch it: their numbers, each with the `ph` of its part here.
+    """
+    start_us, end_us = map(_microseconds, span_s)
     slice_event = {
         "ph": "X",
-        "name": piece.name,
-        "cat": piece.category,
+        "name": name,
+        "cat": category,
         "ts": start_us,
         "dur": round(end_us - start_us, 3),
-        "args": dict(piece.arguments),
-        **place,
+        "args": arguments,
     }
-    middle_us = _microseconds((piece.start_s + piece.end_s) / 2)
+    middle_us = _microseconds(sum(span_s) / 2)
     arrows = [
-        {"ph": part, "name": "transfer", "cat": "transfer", "id": number, "ts": middle_us, **place}
+        {"ph": part, "name": "transfer", "cat": "transfer", "id": number, "ts": middle_us}
         | ({"bp": "e"} if part == "f" else {})
-        for number, part in piece.flows
+        for number, part in flows
     ]
     return [slice_event, *arrows]
 
@@ -114,7 +102,7 @@ def _microseconds(time_s: float) -> float:
 
 def _tracks(
     plan: Plan, timeline: Timeline, first_arrow: int
-) -> Iterator[tuple[int, str, list[_Slice]]]:
+) -> Iterator[tuple[int, str, list[Event]]]:
     """List the tracks: the stage, the name, and slices that do not overlap, in order."""
     numbers = {
         transfer.operation: number
@@ -124,27 +112,27 @@ def _tracks(
     for stage, nodes in enumerate(plan.stages):
         for node in nodes:
             runs = (run for run in timeline.runs if run.operation.node == node)
-            slices = [_operation_slice(stage, run, flows.get(run.operation, ())) for run in runs]
-            yield stage, f"node {node} · {plan.case.nodes[node].location}", slices
+            events = [e for run in runs for e in _operation(stage, run, flows[run.operation])]
+            yield stage, f"node {node} · {plan.case.nodes[node].location}", events
             for lane in in_lanes([t for t in timeline.transfers if t.target == node]):
-                slices = [s for t in lane for s in _transfer_slices(plan, t, numbers[t.operation])]
-                yield stage, f"to node {node}", slices
-        averagings = _averaging_slices(plan, timeline, stage)
+                events = [e for t in lane for e in _transfer(plan, t, numbers[t.operation])]
+                yield stage, f"to node {node}", events
+        averagings = _averaging(plan, timeline, stage)
         if averagings:
             yield stage, "averaging", averagings
 
 
-def _operation_slice(stage: int, run: Run, flows: Sequence[tuple[int, str]]) -> _Slice:
+def _operation(stage: int, run: Run, flows: Sequence[tuple[int, str]]) -> list[Event]:
     kind, microbatch, node = run.operation
     waited_s = run.start_s - run.arrived_s
     arguments = {"microbatch": microbatch, "stage": stage, "node": node, "waited_s": waited_s}
     name, category = f"{kind} {microbatch}", NAMES[kind].lower()
-    return _Slice(name, category, run.start_s, run.end_s, arguments, tuple(flows))
+    return _slice(name, category, (run.start_s, run.end_s), arguments, flows)
 
 
 def _flows_of_operations(
     plan: Plan, numbers: Mapping[Operation, int]
-) -> dict[Operation, list[tuple[int, str]]]:
+) -> defaultdict[Operation, list[tuple[int, str]]]:
     """List for every operation the arrows that end and begin in it.
 
     `numbers` are the numbers of the arrows, by the operation that receives each transfer.
@@ -154,15 +142,15 @@ def _flows_of_operations(
         for microbatch, path in enumerate(plan.microbatches)
         for operation, after in pairwise(microbatch_chain(microbatch, path))
     }
-    flows: dict[Operation, list[tuple[int, str]]] = defaultdict(list)
+    flows: defaultdict[Operation, list[tuple[int, str]]] = defaultdict(list)
     for operation, number in numbers.items():
         flows[before[operation]].append((number, "s"))
         flows[operation].append((number, "f"))
     return flows
 
 
-def _transfer_slices(plan: Plan, transfer: Transfer, number: int) -> list[_Slice]:
-    """Return a slice of the transfer, after one of the wait for a busy link if there is one."""
+def _transfer(plan: Plan, transfer: Transfer, number: int) -> list[Event]:
+    """List the slice of a transfer, after one of the wait for a busy link if there is one."""
     kind, microbatch, _ = transfer.operation
     arguments = {
         "microbatch": microbatch,
@@ -173,24 +161,24 @@ def _transfer_slices(plan: Plan, transfer: Transfer, number: int) -> list[_Slice
         "bytes": plan.case.hop_bytes(kind),
     }
     name = f"{kind} {microbatch} from node {transfer.source}"
-    slices = [
-        _Slice(name, "transfer", transfer.start_s, transfer.end_s, arguments, ((number, "t"),))
-    ]
-    if transfer.start_s > transfer.ready_s:
-        waiting = f"{name} waits for the link"
-        slices.insert(0, _Slice(waiting, "waiting", transfer.ready_s, transfer.start_s, arguments))
-    return slices
+    ready_s, start_s, end_s = transfer.ready_s, transfer.start_s, transfer.end_s
+    waiting = f"{name} waits for the link"
+    waits = _slice(waiting, "waiting", (ready_s, start_s), arguments) if start_s > ready_s else []
+    return waits + _slice(name, "transfer", (start_s, end_s), arguments, [(number, "t")])
 
 
-def _averaging_slices(plan: Plan, timeline: Timeline, stage: int) -> list[_Slice]:
-    """Return one slice, or none if a stage of one replica has nothing to average."""
+def _averaging(plan: Plan, timeline: Timeline, stage: int) -> list[Event]:
+    """List the slice of a stage's averaging, none if one replica has nothing to average."""
     arguments = {
         "stage": stage,
         "ring": list(best_ring(plan.case, stage, plan.stages[stage])),
         "bytes": plan.case.averaging.fragment_bytes(plan.case.stage_bytes[stage]),
     }
     return [
-        _Slice(f"averaging of stage {stage}", "averaging", own.start_s, own.end_s, arguments)
+        event
         for own in timeline.averagings
         if own.stage == stage and own.end_s > own.start_s
+        for event in _slice(
+            f"averaging of stage {stage}", "averaging", (own.start_s, own.end_s), arguments
+        )
     ]

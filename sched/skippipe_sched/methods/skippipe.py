@@ -17,7 +17,7 @@ conflict (`BRANCHES`), and a tree may be given up (`EXPANSIONS_PER_AGENT`).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count, pairwise, repeat
@@ -51,6 +51,30 @@ BRANCHES = 3
 EXPANSIONS_PER_AGENT = 40
 # The slowest data node decides; this weight of the mean guides the search.
 WEIGHT_OF_MEAN = 0.1
+# Successors that A* opens in the time of one simulated operation.
+SUCCESSORS_PER_OPERATION = 2
+# Extra length that a path may have for every conflict fewer, relative to the fastest.
+EXTRA = 0.5
+# Successors that A* opens before it gives up finding a path under an agent's constraints.
+MOST_SUCCESSORS = 100_000
+# Weight of the remaining distance in A*: paths are at most this many times the fastest, and are
+# found without opening all beginnings of similar cost.
+HASTE = 1.2
+# Limit on the replicas of a stage that A* continues to from a node, the most promising first.
+MOST_REPLICAS = 16
+
+# The beginning of a path in A*: estimated seconds of the whole trip, a number to break ties,
+# seconds so far, the nodes, and their stages.
+_Beginning = tuple[float, int, float, NodePath, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """Forbidden visits of an agent: to these nodes, between these times if given [s]."""
+
+    nodes: frozenset[int]
+    start_s: float = 0.0
+    end_s: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -101,12 +125,18 @@ class _PathSearch:
         self.work_left = search.steps(PATHS_SHARE * OPERATIONS_PER_SECOND)
         self.data_nodes = data_node_of_microbatches(case, stages)
         self.stage_of = np.array(stage_of_nodes(stages))
-        self.quickest = QuickestPath(case, stages, self._spend)
+        durations = (
+            case.duration("F", node, stage) + case.duration("B", node, stage)
+            for node, stage in enumerate(self.stage_of)
+        )
+        self.visit_s = np.fromiter(durations, float)
+        self.round_trip_s = case.round_trip_s
+        self.forward_s = self._onward(back=False)
+        self.back_s = self._onward(back=True)
         self.shares = cache(self._shares)
         self.trip_s = cache(self._trip_s)
-
-    def _spend(self, operations: float) -> None:
-        self.work_left -= operations
+        self.quickest_s = cache(self._quickest_s)
+        self.following = cache(self._following)
 
     def best_paths(self, paths: tuple[NodePath, ...]) -> tuple[NodePath, ...]:
         """Search for the best paths, starting with `paths`."""
@@ -175,10 +205,9 @@ class _PathSearch:
 
     def _trip_s(self, path: NodePath) -> float:
         hops_s = sum(
-            self.quickest.round_trip_s[a, b]
-            for a, b in zip(path, (*path[1:], path[0]), strict=True)
+            self.round_trip_s[a, b] for a, b in zip(path, (*path[1:], path[0]), strict=True)
         )
-        return float(hops_s + self.quickest.visit_s[list(path)].sum())
+        return float(hops_s + self.visit_s[list(path)].sum())
 
     def _root(self, agents: tuple[_Agent, ...]) -> _Solution | None:
         """Plan every agent's path, one after another in random order."""
@@ -269,7 +298,7 @@ class _PathSearch:
         visits = solution.visits.copy()
         visits[list(solution.paths[agent])] -= weight
         crowding = self._crowding(visits, weight)
-        path = self.quickest.find(solution.agents[agent].data_node, constraints, crowding, start_s)
+        path = self.find(solution.agents[agent].data_node, constraints, crowding, start_s)
         if path is None:
             return None
         visits[list(path)] += weight
@@ -295,78 +324,7 @@ class _PathSearch:
             crowding[list(nodes)] = over / weight
         return crowding
 
-
-def _above(visits: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[int]:
-    """List the visits above their shares, if as many as necessary have the larger share `high`."""
-    larger = int(visits.sum() - low.sum())
-    most_first = np.lexsort((np.arange(len(visits)), low - visits, low == high))
-    share = low.copy()
-    share[most_first[:larger]] = high[most_first[:larger]]
-    return np.flatnonzero(visits > share).tolist()
-
-
-def _with(values: tuple, index: int, value: object) -> tuple:
-    return (*values[:index], value, *values[index + 1 :])
-
-
-def _meetings(timeline: Timeline, data_nodes: set[int]) -> list[tuple[Run, Run]]:
-    """List the meetings on inner nodes (TC2): a run, and the next one, which waits for its end."""
-    latest: dict[int, Run] = {}
-    meetings = []
-    for run in timeline.runs:
-        node = run.operation.node
-        before = latest.get(node)
-        if node not in data_nodes and before is not None and run.arrived_s < before.end_s:
-            meetings.append((before, run))
-        latest[node] = run
-    return meetings
-
-
-# Successors that A* opens in the time of one simulated operation.
-SUCCESSORS_PER_OPERATION = 2
-# Extra length that a path may have for every conflict fewer, relative to the fastest.
-EXTRA = 0.5
-# Successors that A* opens before it gives up finding a path under an agent's constraints.
-MOST_SUCCESSORS = 100_000
-# Weight of the remaining distance in A*: paths are at most this many times the fastest, and are
-# found without opening all beginnings of similar cost.
-HASTE = 1.2
-# Limit on the replicas of a stage that A* continues to from a node, the most promising first.
-MOST_REPLICAS = 16
-
-# The beginning of a path in A*: estimated seconds of the whole trip, a number to break ties,
-# seconds so far, the nodes, and their stages.
-_Beginning = tuple[float, int, float, NodePath, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """Forbidden visits of an agent: to these nodes, between these times if given [s]."""
-
-    nodes: frozenset[int]
-    start_s: float = 0.0
-    end_s: float = float("inf")
-
-
-class QuickestPath:
-    """A* search for paths; `spend` is called with the work done, in operations."""
-
-    def __init__(self, case: Case, stages: Placement, spend: Callable[[float], None]):
-        """Compute the tables."""
-        self.case = case
-        self.stages = stages
-        self.spend = spend
-        self.stage_of = np.array(stage_of_nodes(stages))
-        durations = (
-            case.duration("F", node, stage) + case.duration("B", node, stage)
-            for node, stage in enumerate(self.stage_of)
-        )
-        self.visit_s = np.fromiter(durations, float)
-        self.round_trip_s = case.round_trip_s
-        self.forward_s = self._onward(back=False)
-        self.back_s = self._onward(back=True)
-        self.alone_s = cache(self._alone)
-        self.following = cache(self._following)
+    # A* search for the path of one agent.
 
     def _onward(self, back: bool) -> np.ndarray:
         """Return [node, node] the round trips [s]; infinite where no path takes that step."""
@@ -395,7 +353,7 @@ class QuickestPath:
                     to_go_s[left, back] = np.minimum(to_go_s[left, back], onward_s.min(axis=1))
         return to_go_s
 
-    def _alone(self, data_node: int) -> float:
+    def _quickest_s(self, data_node: int) -> float:
         """Estimate the fastest round trip that begins at a data node [s]."""
         return float(self._to_go(data_node, self.visit_s)[-1, -1, data_node])
 
@@ -422,7 +380,7 @@ class QuickestPath:
     ) -> NodePath | None:
         """Find by A* the fastest round trip under the constraints; conflicts count as time."""
         length = self.case.path_length
-        step_s = self.visit_s + EXTRA * self.alone_s(data_node) * crowding
+        step_s = self.visit_s + EXTRA * self.quickest_s(data_node) * crowding
         for constraint in constraints:
             if constraint.end_s == np.inf:
                 step_s[list(constraint.nodes)] = np.inf
@@ -453,7 +411,7 @@ class QuickestPath:
                 total_s = longer_s + HASTE * to_go_s[stages_left, back, nodes]
                 promising = np.argsort(total_s, kind="stable")[:MOST_REPLICAS]
                 left -= len(promising)
-                self.spend(len(promising) / SUCCESSORS_PER_OPERATION)
+                self.work_left -= len(promising) / SUCCESSORS_PER_OPERATION
                 for replica in promising[total_s[promising] < np.inf]:
                     longer_path = (*path, int(nodes[replica]))
                     whole_s, seconds = float(total_s[replica]), float(longer_s[replica])
@@ -475,3 +433,29 @@ class QuickestPath:
                     return True
             now, before = end_s, node
         return False
+
+
+def _above(visits: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[int]:
+    """List the visits above their shares, if as many as necessary have the larger share `high`."""
+    larger = int(visits.sum() - low.sum())
+    most_first = np.lexsort((np.arange(len(visits)), low - visits, low == high))
+    share = low.copy()
+    share[most_first[:larger]] = high[most_first[:larger]]
+    return np.flatnonzero(visits > share).tolist()
+
+
+def _with(values: tuple, index: int, value: object) -> tuple:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _meetings(timeline: Timeline, data_nodes: set[int]) -> list[tuple[Run, Run]]:
+    """List the meetings on inner nodes (TC2): a run, and the next one, which waits for its end."""
+    latest: dict[int, Run] = {}
+    meetings = []
+    for run in timeline.runs:
+        node = run.operation.node
+        before = latest.get(node)
+        if node not in data_nodes and before is not None and run.arrived_s < before.end_s:
+            meetings.append((before, run))
+        latest[node] = run
+    return meetings

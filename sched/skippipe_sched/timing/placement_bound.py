@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, pairwise, permutations, product
 from typing import NamedTuple
@@ -117,7 +117,11 @@ _Branch = tuple[Int[np.ndarray, " sets"], ...]
 
 
 class _Search:
-    """Branch and bound over the placements of one case."""
+    """Branch and bound over the placements of one case.
+
+    Places are the stages, stage 0 once for each number of microbatches that a data node may have:
+    `places[g]` are stage, number of nodes, and microbatches of each of them.
+    """
 
     def __init__(self, case: Case, path_length: int):
         """List the open choices of a case without `left_out` stages."""
@@ -128,7 +132,10 @@ class _Search:
         self.places = [(0, case.microbatches.count(count), count) for count in counts]
         self.places += [(s, size, 0) for s, size in enumerate(case.stages) if s]
         self.stage_of = np.array([stage for stage, *_ in self.places])
-        self.relaxation = Relaxation(case, self.classes, self.places)
+        inner, visits = len(case.stages) - 1, sum(case.microbatches) * self.classes.visited
+        self.least, self.most = visits // inner, -(-visits // inner)
+        no_sequences = np.zeros((0, self.classes.visited), dtype=int)
+        self.trips = self.trips_of(no_sequences[:, 0], no_sequences, no_sequences)
         self.sets = [self.sets_of(stage) for stage in range(len(case.stages))]
         kinds = stage_kinds(case)
         # Among equal stages that are not distinguished, the first one has the first set.
@@ -154,8 +161,8 @@ class _Search:
         else:
             speed = self.classes.forward_s[0].min() / self.classes.forward_s[0]
             share = speed / (of_stage @ speed)[:, None]
-            low[:, 0] = np.floor(self.relaxation.least * share + SHARE_TOLERANCE / 2)
-            high[:, 0] = np.ceil(self.relaxation.most * share - SHARE_TOLERANCE / 2)
+            low[:, 0] = np.floor(self.least * share + SHARE_TOLERANCE / 2)
+            high[:, 0] = np.ceil(self.most * share - SHARE_TOLERANCE / 2)
         return _Sets(nodes, self.rings_s(stage, of_stage), low, high)
 
     def rings_s(self, stage: int, of_stage: np.ndarray) -> Float[np.ndarray, " sets"]:
@@ -187,7 +194,7 @@ class _Search:
             branch = self.narrowed(open_branches.pop(), iteration_s)
             if branch is None:
                 continue
-            nodes = self.relaxation.placement(self.box(branch), iteration_s)
+            nodes = self.relaxed(self.box(branch), iteration_s)
             if nodes is None:
                 continue
             if all(len(sets) == 1 for sets in branch):
@@ -358,6 +365,108 @@ class _Search:
         for half in (~chosen, chosen):
             yield (*branch[:stage], branch[stage][half], *branch[stage + 1 :])
 
+    def trips_of(self, start: np.ndarray, stages: np.ndarray, classes: np.ndarray) -> Trips:
+        """Make trips of these starts, inner stages and classes, with their durations."""
+        of = self.classes
+        ends = np.column_stack([start, classes, start])
+        stage = np.column_stack([np.zeros_like(start), stages])
+        here, following = ends[:, :-1], ends[:, 1:]
+        there_s = (of.forward_s[stage, here] + of.there_s[here, following]).sum(axis=1)
+        each_s = of.back_s[here, following] + of.backward_s[stage, here]
+        back_s = np.cumsum(each_s[:, ::-1], axis=1)[:, ::-1]
+        return Trips(start, stages, classes, there_s + of.loss_s[start], back_s)
+
+    def relaxed(self, box: Box, iteration_s: float) -> OfPlaces | None:
+        """Find numbers of nodes for which `iteration_s` may suffice; None if proved impossible.
+
+        In this relaxation, a linear program (`_Program`), the unknowns are, as real numbers, the
+        nodes of each class in each place, and how often each trip is made; trips are generated
+        according to prices. They keep the conditions of every plan: sizes of places, numbers of
+        nodes in classes, microbatches of data nodes, CC1, CC2 (except for `MOST_DISTINGUISHED`),
+        CC3, TC1, and room in memory.
+        """
+        program = _Program(self, box, iteration_s)
+        fits = program.allowed[0][self.trips.start]
+        fits &= program.allowed[self.trips.stages, self.trips.classes].all(axis=1)
+        trips = self.trips.some(fits)
+        known, nodes, made = len(trips.start), None, np.zeros(0)
+        for _ in range(MOST_ROUNDS):
+            solution = program.solved(trips)
+            if solution is None:
+                return None
+            nodes, made = solution.nodes, solution.made
+            if solution.missing_s < ROUNDING_S:
+                break
+            least_s, new = self.cheapest(program, solution)
+            if program.violated_s(solution, least_s) > ROUNDING_S:
+                nodes = None
+                break
+            if not len(new.start):
+                break
+            trips = trips.with_others(new)
+        # Later boxes start with the trips that were used here.
+        used = np.flatnonzero(made > ROUNDING_S)
+        self.trips = self.trips.with_others(trips.some(used[used >= known]))
+        return nodes
+
+    def cheapest(
+        self, program: _Program, prices: _Solution
+    ) -> tuple[Float[np.ndarray, " classes"], Trips]:
+        """Find the least cost of a trip from each class at these prices, and trips that cost < 0.
+
+        Exact, by dynamic programming along each sequence of stages: a row of room counts all of the
+        way there, and the way back as far as the position at which it ends.
+        """
+        of = self.classes
+        room, visit, sent = program.prices(prices)
+        banned = np.where(program.allowed, 0.0, np.inf)
+        here = np.eye(len(of.count), dtype=bool)
+        itself = np.where(here, of.revisit_penalty, 0.0)
+        least_s = np.full(len(of.count), np.inf)
+        every = np.arange(len(of.count))
+        found: list[tuple[float, int, tuple[int, ...], list[int]]] = []
+        for sequence in of.sequences:
+            # By position and start: the weight of the hop back from there and of the backward
+            # before it.
+            back = np.zeros((len(sequence) + 2, len(of.count)))
+            for row, delay_s in enumerate(program.delays_s):
+                end = program.end_of(sequence, delay_s) if row else 0
+                if end is not None:
+                    back[end + 1 :] += room[:, row]
+            there = back[-1][:, None]
+            start_s = there[:, 0] * (of.forward_s[0] + of.loss_s) + back[1] * of.backward_s[0]
+            cost = np.where(here, (start_s + banned[0] - sent)[:, None], np.inf)
+            came = []
+            for position, stage in enumerate(sequence, start=1):
+                hop_s = there[:, None] * of.there_s + back[position][:, None, None] * of.back_s
+                step = cost[:, :, None] + hop_s + of.revisit_penalty
+                came.append(step.argmin(axis=1))
+                work_s = there * of.forward_s[stage]
+                work_s = work_s + back[position + 1][:, None] * of.backward_s[stage]
+                cost = step.min(axis=1) + work_s + visit[stage - 1] + banned[stage] + itself
+            cost = cost + there * (of.there_s.T + of.back_s.T)
+            last = cost.argmin(axis=1)
+            own_s = cost[every, last]
+            least_s = np.minimum(least_s, own_s)
+            for start in np.flatnonzero(own_s < -ROUNDING_S / 10).tolist():
+                way = [int(last[start])]
+                for before in reversed(came[1:]):
+                    way.append(int(before[start, way[-1]]))
+                found.append((float(own_s[start]), start, sequence, way[::-1]))
+        return least_s, self.cheapest_of(found)
+
+    def cheapest_of(self, found: list[tuple[float, int, tuple[int, ...], list[int]]]) -> Trips:
+        """Make trips of the cheapest ways that were found, `MOST_NEW` from each class."""
+        taken: Counter[int] = Counter()
+        kept = []
+        for _, start, *way in sorted(found):
+            taken[start] += 1
+            if taken[start] <= MOST_NEW:
+                kept.append((start, *way))
+        if not kept:
+            return self.trips.some(np.zeros(0, dtype=int))
+        return self.trips_of(*(np.array(part) for part in zip(*kept, strict=True)))
+
 
 class Classes:
     """Nodes by class: nodes of one class have the same location, speed and memory.
@@ -449,121 +558,6 @@ class Trips(NamedTuple):
         return Trips(*map(np.concatenate, zip(self, others, strict=True)))
 
 
-class Relaxation:
-    """Placements and trips as a linear program, with trips generated according to prices.
-
-    Places are the stages, stage 0 once for each number of microbatches that a data node may have:
-    `places[g]` are stage, number of nodes, and microbatches of each of them. The unknowns are, as
-    real numbers, the nodes of each class in each place, and how often each trip is made. They keep
-    the conditions of every plan: sizes of places, numbers of nodes in classes, microbatches of data
-    nodes, CC1, CC2 (except for `MOST_DISTINGUISHED`), CC3, TC1, and room in memory (`_Program`).
-    """
-
-    def __init__(self, case: Case, classes: Classes, places: Sequence[tuple[int, int, int]]):
-        """Start without trips; `places` as above."""
-        self.classes, self.places = classes, places
-        self.stage_of = np.array([stage for stage, *_ in places])
-        inner, visits = len(case.stages) - 1, sum(case.microbatches) * classes.visited
-        self.least, self.most = visits // inner, -(-visits // inner)
-        no_sequences = np.zeros((0, classes.visited), dtype=int)
-        self.trips = self.trips_of(no_sequences[:, 0], no_sequences, no_sequences)
-
-    def trips_of(self, start: np.ndarray, stages: np.ndarray, classes: np.ndarray) -> Trips:
-        """Make trips of these starts, inner stages and classes, with their durations."""
-        of = self.classes
-        ends = np.column_stack([start, classes, start])
-        stage = np.column_stack([np.zeros_like(start), stages])
-        here, following = ends[:, :-1], ends[:, 1:]
-        there_s = (of.forward_s[stage, here] + of.there_s[here, following]).sum(axis=1)
-        each_s = of.back_s[here, following] + of.backward_s[stage, here]
-        back_s = np.cumsum(each_s[:, ::-1], axis=1)[:, ::-1]
-        return Trips(start, stages, classes, there_s + of.loss_s[start], back_s)
-
-    def placement(self, box: Box, iteration_s: float) -> OfPlaces | None:
-        """Find numbers of nodes for which `iteration_s` may suffice; None if proved impossible."""
-        program = _Program(self, box, iteration_s)
-        fits = program.allowed[0][self.trips.start]
-        fits &= program.allowed[self.trips.stages, self.trips.classes].all(axis=1)
-        trips = self.trips.some(fits)
-        known, nodes, made = len(trips.start), None, np.zeros(0)
-        for _ in range(MOST_ROUNDS):
-            solution = program.solved(trips)
-            if solution is None:
-                return None
-            nodes, made = solution.nodes, solution.made
-            if solution.missing_s < ROUNDING_S:
-                break
-            least_s, new = self.cheapest(program, solution)
-            if program.violated_s(solution, least_s) > ROUNDING_S:
-                nodes = None
-                break
-            if not len(new.start):
-                break
-            trips = trips.with_others(new)
-        # Later boxes start with the trips that were used here.
-        used = np.flatnonzero(made > ROUNDING_S)
-        self.trips = self.trips.with_others(trips.some(used[used >= known]))
-        return nodes
-
-    def cheapest(
-        self, program: _Program, prices: _Solution
-    ) -> tuple[Float[np.ndarray, " classes"], Trips]:
-        """Find the least cost of a trip from each class at these prices, and trips that cost < 0.
-
-        Exact, by dynamic programming along each sequence of stages: a row of room counts all of the
-        way there, and the way back as far as the position at which it ends.
-        """
-        of = self.classes
-        room, visit, sent = program.prices(prices)
-        banned = np.where(program.allowed, 0.0, np.inf)
-        here = np.eye(len(of.count), dtype=bool)
-        itself = np.where(here, of.revisit_penalty, 0.0)
-        least_s = np.full(len(of.count), np.inf)
-        every = np.arange(len(of.count))
-        found: list[tuple[float, int, tuple[int, ...], list[int]]] = []
-        for sequence in of.sequences:
-            # By position and start: the weight of the hop back from there and of the backward
-            # before it.
-            back = np.zeros((len(sequence) + 2, len(of.count)))
-            for row, delay_s in enumerate(program.delays_s):
-                end = program.end_of(sequence, delay_s) if row else 0
-                if end is not None:
-                    back[end + 1 :] += room[:, row]
-            there = back[-1][:, None]
-            start_s = there[:, 0] * (of.forward_s[0] + of.loss_s) + back[1] * of.backward_s[0]
-            cost = np.where(here, (start_s + banned[0] - sent)[:, None], np.inf)
-            came = []
-            for position, stage in enumerate(sequence, start=1):
-                hop_s = there[:, None] * of.there_s + back[position][:, None, None] * of.back_s
-                step = cost[:, :, None] + hop_s + of.revisit_penalty
-                came.append(step.argmin(axis=1))
-                work_s = there * of.forward_s[stage]
-                work_s = work_s + back[position + 1][:, None] * of.backward_s[stage]
-                cost = step.min(axis=1) + work_s + visit[stage - 1] + banned[stage] + itself
-            cost = cost + there * (of.there_s.T + of.back_s.T)
-            last = cost.argmin(axis=1)
-            own_s = cost[every, last]
-            least_s = np.minimum(least_s, own_s)
-            for start in np.flatnonzero(own_s < -ROUNDING_S / 10).tolist():
-                way = [int(last[start])]
-                for before in reversed(came[1:]):
-                    way.append(int(before[start, way[-1]]))
-                found.append((float(own_s[start]), start, sequence, way[::-1]))
-        return least_s, self.cheapest_of(found)
-
-    def cheapest_of(self, found: list[tuple[float, int, tuple[int, ...], list[int]]]) -> Trips:
-        """Make trips of the cheapest ways that were found, `MOST_NEW` from each class."""
-        taken: Counter[int] = Counter()
-        kept = []
-        for _, start, *way in sorted(found):
-            taken[start] += 1
-            if taken[start] <= MOST_NEW:
-                kept.append((start, *way))
-        if not kept:
-            return self.trips.some(np.zeros(0, dtype=int))
-        return self.trips_of(*(np.array(part) for part in zip(*kept, strict=True)))
-
-
 class _Solution(NamedTuple):
     """Solution of a linear program: missing amount [s], nodes of places, trips, prices."""
 
@@ -591,7 +585,7 @@ class _Program:
     flight for at most the sum of max(0, T - ring - j F).
     """
 
-    def __init__(self, of: Relaxation, box: Box, iteration_s: float):
+    def __init__(self, of: _Search, box: Box, iteration_s: float):
         self.box = box
         stages, classes = of.classes.forward_s.shape
         self.allowed = np.zeros((stages, classes), dtype=bool)
@@ -626,7 +620,7 @@ class _Program:
         self.bounds = [*zip(box.low.ravel(), box.high.ravel(), strict=True)]
         self.bounds += [(0, None)] * (len(price) + len(trips_price))
 
-    def adding_up(self, of: Relaxation) -> tuple[np.ndarray, np.ndarray]:
+    def adding_up(self, of: _Search) -> tuple[np.ndarray, np.ndarray]:
         """Return the equalities over numbers of nodes, and their right-hand sides."""
         places, classes = self.box.low.shape
         counts = np.tile(np.eye(classes), places)
@@ -635,7 +629,7 @@ class _Program:
         sizes = [size for _, size, _ in of.places]
         return equal, np.concatenate([sizes, of.classes.count, np.zeros(classes)])
 
-    def shares(self, of: Relaxation) -> list[np.ndarray]:
+    def shares(self, of: _Search) -> list[np.ndarray]:
         """Return the upper limits of the nodes' visits, and if needed the lower ones."""
         data = int((of.stage_of == 0).sum())
         column = np.arange(data * self.allowed.shape[1], self.box.low.size)
@@ -645,7 +639,7 @@ class _Program:
         of_stages = np.zeros((2 * (len(self.allowed) - 1), self.box.low.size))
         return [above] if self.even else [above, below, of_stages]
 
-    def free_s(self, of: Relaxation, iteration_s: float) -> np.ndarray:
+    def free_s(self, of: _Search, iteration_s: float) -> np.ndarray:
         """Return the room of data nodes of each class, as defined above; negative."""
         classes = of.classes
         free = np.zeros((len(classes.count), len(self.delays_s), *self.box.low.shape))

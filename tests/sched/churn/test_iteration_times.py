@@ -35,25 +35,15 @@ def test_a_placement_is_planned_as_the_runtime_does_and_once(paper_plan):
     assert (times.planned, times.estimated_placements, told) == (2, 0, [1, 2])
 
 
-def test_a_placement_with_a_node_that_has_moved_is_planned(paper_plan):
-    lost = {2, 14, 18}
-    placement = list(without(paper_plan, lost))
-    placement[4] = (placement[1][-1],)
-    placement[1] = placement[1][:-1]
-    times = IterationTimes(paper_plan, 9)
-    plan = repair_plan(paper_plan, set(range(20)) - lost, tuple(placement))
-    assert times(tuple(placement)) == plan.predicted.iteration_s
-
-
-def test_a_stage_that_is_skipped_takes_no_time(paper_plan):
-    """An iteration of two thirds of the visits, on nodes of which one more is lost."""
-    placement = [list(stage) for stage in without(paper_plan, {9})]
-    placement[4] = []
-    times = IterationTimes(paper_plan, 9)
-    stages = tuple(map(tuple, placement))
-    kept = [node for stage in placement for node in stage]
-    plan = repair_plan(paper_plan, kept, stages, left_out=[4])
-    assert times(stages) == plan.predicted.iteration_s
+def test_a_placement_with_a_moved_node_or_a_skipped_stage_is_planned(paper_plan):
+    moved = [*without(paper_plan, {2, 14, 18})]
+    moved[1], moved[4] = moved[1][:-1], moved[1][-1:]
+    skipped = [*without(paper_plan, {9})]
+    skipped[4] = ()
+    for placement, left_out in ((tuple(moved), []), (tuple(skipped), [4])):
+        kept = [node for stage in placement for node in stage]
+        plan = repair_plan(paper_plan, kept, placement, left_out)
+        assert IterationTimes(paper_plan, 9)(placement) == plan.predicted.iteration_s
 
 
 @pytest.fixture(scope="module")

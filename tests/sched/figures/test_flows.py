@@ -172,15 +172,6 @@ def test_nodes_have_the_colour_of_their_stage_and_so_have_rings():
     )
 
 
-def test_near_locations_lie_side_by_side():
-    names = ["1a", "1b", "2a", "2b", "3a", "3b"]
-    links = [[a, b, 1 if a[1] == b[1] else 500, 1] for a, b in combinations(names, 2)]
-    plan, timeline = spread(6, names, links)
-    discs = _Map(flows_map(plan, timeline)).discs
-    around = [re.findall(r" in \d(.)", disc.findtext("title", ""))[0] for disc in discs]
-    assert sum(a != b for a, b in pairwise([*around, around[0]])) == 2
-
-
 def test_no_link_that_carries_anything():
     plan, timeline = planned(same_place([1]), [[0]], [[0]])
     assert link_traffic(plan, timeline) == []

@@ -58,6 +58,11 @@ def _microseconds(start_s, end_s):
 def test_every_operation_transfer_and_averaging_is_a_slice_at_its_time(routed):
     plan, timeline = planned(*routed)
     trace = _Trace(plan, timeline)
+    stages = [f"stage {stage}" + " · data" * (stage == 0) for stage in range(len(plan.stages))]
+    assert trace.processes() == dict(enumerate(stages, start=1))
+    # Numbers are nobody else's.
+    numbers = [0, *trace.processes(), *(thread for _, thread in trace.threads)]
+    assert len(set(numbers)) == len(numbers)
     operations = {
         (event["name"], event["args"]["node"]): event
         for event in trace.slices("forward", "loss", "backward")
@@ -145,20 +150,6 @@ def test_an_arrow_leads_over_every_transfer_to_the_operation_that_it_was_for(rou
 
 def _node(event) -> int:
     return event["args"].get("target", event["args"].get("node"))
-
-
-def test_stages_are_processes_and_numbers_are_nobody_elses():
-    case = same_place([2, 2], microbatches_per_data_node=2)
-    trace = _Trace(*planned(case, [[0, 1], [2, 3]], [[0, 2], [1, 3]] * 2))
-    assert trace.processes() == {1: "stage 0 · data", 2: "stage 1"}
-    names = list(trace.threads.values())
-    assert [name for name in names if name.startswith("node")] == [
-        f"node {node} · here" for node in range(4)
-    ]
-    assert names.count("averaging") == 2
-    threads = [thread for _, thread in trace.threads]
-    assert len(set(threads)) == len(threads)
-    assert not set(threads) & {0, 1, 2}
 
 
 def test_a_measured_timeline_needs_no_transfers():

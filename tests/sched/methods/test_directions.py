@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from skippipe_sched.methods import dtfm, full
 from skippipe_sched.methods.repair import _dealt
-from skippipe_sched.methods.skippipe import Constraint, QuickestPath
+from skippipe_sched.methods.skippipe import Constraint, _PathSearch
 from skippipe_sched.problem.case import parse_case
+from skippipe_sched.search.budget import Search
 
 from tests.sched.examples import TWO_NODES, planned
 
@@ -47,7 +48,7 @@ def test_matching_follows_the_activations():
 
 
 def test_the_quickest_path_follows_the_activations():
-    quickest = QuickestPath(directed_case(), STAGES, lambda operations: None)
+    quickest = _PathSearch(directed_case(), STAGES, Search(), meetings=True)
     for path in PATHS:
         assert quickest.find(path[0], [], np.zeros(6), 0.0) == path
 
@@ -55,7 +56,7 @@ def test_the_quickest_path_follows_the_activations():
 def test_a_path_is_where_the_simulator_has_it():
     """The other node, which is nowhere quicker, is taken if this one is busy just then."""
     case = directed_case()
-    quickest = QuickestPath(case, STAGES, lambda operations: None)
+    quickest = _PathSearch(case, STAGES, Search(), meetings=True)
     _, timeline = planned(case, STAGES, PATHS)
     runs = [run for run in timeline.runs if run.operation.node in PATHS[0]]
     for run in runs:

@@ -40,7 +40,8 @@ def test_joint_is_within_two_percent_of_the_optimum(seed):
     case = random_small_case(seed)
     optimum = kept_optimum(seed).iteration_s
     plan = make_plan(case, "joint", Search(budget_s=2.0))
-    assert plan.predicted.iteration_s <= IDLES_ON_PURPOSE.get(seed, 1.02) * optimum
+    most = IDLES_ON_PURPOSE.get(seed, 1.02)
+    assert 1 - 1e-9 <= plan.predicted.iteration_s / optimum <= most
     assert plan.predicted.lower_bound_s is not None
     assert plan.predicted.lower_bound_s <= optimum * (1 + 1e-9)
 

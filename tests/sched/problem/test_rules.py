@@ -21,29 +21,18 @@ def broken(case, stages, paths):
 @pytest.mark.parametrize(
     ("sequence", "rules", "problem"),
     [
-        ((0, 1, 2, 3), Rules(0, 1, 0), None),
-        ((0,), Rules(0, 1, 0), None),
         ((), Rules(0, 1, 0), "CC1: the path does not start at stage 0"),
         ((1, 2), Rules(0, 1, 5), "CC1: the path does not start at stage 0"),
         ((0, 2, 2), Rules(0, 1, 5), "CC1: the path visits a stage twice"),
-        ((0, 1, 0), Rules(1, 1, 5), "CC1: the path visits a stage twice"),
-        ((0, 2, 1, 3), Rules(1, 1, 1), None),
         ((0, 2, 1, 3), Rules(0, 1, 1), "CC2: the path has 1 swaps, more than max_swaps = 0"),
-        ((0, 2, 1, 4, 3), Rules(2, 1, 2), None),
-        ((0, 2, 1, 4, 3), Rules(1, 1, 2), "CC2: the path has 2 swaps"),
         # Stages 1 and 2 both lie below 3, the highest before them.
-        ((0, 3, 1, 2), Rules(2, 2, 2), None),
         ((0, 3, 1, 2), Rules(1, 2, 2), "CC2: the path has 2 swaps"),
         ((0, 3, 2, 1), Rules(2, 1, 2), "CC2: stage 1 comes after stage 3, at a distance of more"),
-        ((0, 3, 2, 1), Rules(2, 2, 2), None),
-        ((0, 3, 4), Rules(0, 1, 2), None),
-        ((0, 3, 4), Rules(0, 1, 1), "CC2: the jump from stage 0 to 3 skips 2 stages"),
         ((0, 1, 5), Rules(0, 1, 2), "CC2: the jump from stage 1 to 5 skips 3 stages"),
     ],
 )
-def test_sequences_of_stages(sequence, rules, problem):
-    found = sequence_problem(sequence, rules)
-    assert found is None if problem is None else (found or "").startswith(problem)
+def test_a_broken_rule_of_a_sequence_is_named(sequence, rules, problem):
+    assert (sequence_problem(sequence, rules) or "").startswith(problem)
 
 
 def _keeps(sequence, rules):

@@ -1,24 +1,21 @@
 """The lower bound: never above the true optimum, reached where it should be, quick on any size."""
 
-import contextlib
 import time
-from itertools import permutations, product
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.errors import InputError
-from skippipe_sched.methods import balanced
+from skippipe_sched.methods import balanced, make_plan
 from skippipe_sched.problem.case import load_case, parse_case
-from skippipe_sched.problem.plan import microbatch_chain
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.one_node import NodeWork, busy_s, relaxed_busy_s
 from skippipe_sched.timing.simulate import simulate
 
-from tests.sched.examples import PAPER, case_with, every_placement, same_place
+from tests.sched.examples import PAPER, same_place
 from tests.sched.optima import SEEDS, kept_optimum
 from tests.sched.optimum import optimum_s, random_small_case, with_connections
 
@@ -39,70 +36,11 @@ def test_the_bound_is_never_above_the_optimum(seed):
 )
 def test_the_bound_is_never_above_the_optimum_where_connections_are_shared(seed):
     case = with_connections(random_small_case(seed), seed)
-    assert lower_bound_s(case, case.path_length) * ROUNDING <= optimum_s(case)
-
-
-# The optimum itself, against trying everything.
-
-
-def _every_plan(case):
-    """Every placement, and for each all choices of paths of `path_length` stages."""
-    length = case.path_length - 1
-    sequences = list(permutations(range(1, len(case.stages)), length))
-    sent = [node for node, count in enumerate(case.microbatches) for _ in range(count)]
-    for stages in every_placement(case):
-        routes = [
-            route
-            for sequence in sequences
-            for route in product(*(stages[stage] for stage in sequence))
-        ]
-        for chosen in product(routes, repeat=len(sent)):
-            yield stages, tuple((stages[0][n], *r) for n, r in zip(sent, chosen, strict=True))
-
-
-def _every_order(case, paths):
-    """Every order of operations on every node, those that lock or overfill it left out."""
-    orders = []
-    for node in range(len(case.nodes)):
-        own = [op for m, p in enumerate(paths) for op in microbatch_chain(m, p) if op.node == node]
-        orders.append(
-            [order for order in permutations(own) if _fits(order, case.nodes[node].memory)]
-        )
-    return product(*orders)
-
-
-def _fits(order, memory):
-    in_flight = 0
-    for position, operation in enumerate(order):
-        in_flight += {"F": 1, "L": 0, "B": -1}[operation.kind]
-        before = {(op.kind, op.microbatch) for op in order[:position]}
-        needed = {(kind, operation.microbatch) for kind in "FLB"["FLB".index(operation.kind) + 1 :]}
-        if in_flight > memory or before & needed:
-            return False
-    return True
-
-
-@pytest.mark.parametrize("contention", ["none", "link", "node"])
-@pytest.mark.parametrize("memory", [1, 2])
-def test_the_optimum_is_the_best_of_all_orders(contention, memory):
-    case = case_with(
-        nodes=[
-            {"location": "here", "forward_s": 1, "memory": memory},
-            {"location": "there", "forward_s": 0.5, "memory": 2},
-        ],
-        links=[["here", "there", 1500, 1], ["there", "here", 250, 1]],
-        microbatches_per_data_node=2,
-        stage_bytes=0,
-        activation_bytes=2**26,
-        contention=contention,
-        **({"uplink_GiB_per_s": 0.125} if contention == "node" else {}),
-    )
-    seconds = []
-    for stages, paths in _every_plan(case):
-        for order in _every_order(case, paths):
-            with contextlib.suppress(InputError):  # Nodes may wait for each other for ever.
-                seconds.append(simulate(case, stages, paths, order).iteration_s)
-    assert optimum_s(case) == pytest.approx(min(seconds), rel=1e-12)
+    least_s = optimum_s(case)
+    assert lower_bound_s(case, case.path_length) * ROUNDING <= least_s
+    # A solver that is too strict would be beaten by the search.
+    found_s = make_plan(case, "joint", Search(budget_s=0.5)).predicted.iteration_s
+    assert least_s * ROUNDING <= found_s
 
 
 # Where the bound is reached.

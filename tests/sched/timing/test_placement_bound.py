@@ -158,16 +158,16 @@ def test_cheapest_trips_are_those_of_all():
     random = np.random.default_rng(1)
     case = random_small_case(28)
     search = placement_bound._Search(case, case.path_length)
-    relaxation, of = search.relaxation, search.classes
+    of = search.classes
     first = search.box(tuple(np.arange(len(sets.ring_s)) for sets in search.sets))
     box = replace(first, delay_s=np.array([1.0, 3.0, 0.5, 2.0]))
-    program = placement_bound._Program(relaxation, box, 12.0)
+    program = placement_bound._Program(search, box, 12.0)
     rows = [
         (start, sequence, way)
         for sequence in of.sequences
         for start, *way in permutations(range(len(of.count)), case.path_length)
     ]
-    trips = relaxation.trips_of(*(np.array(part) for part in zip(*rows, strict=True)))
+    trips = search.trips_of(*(np.array(part) for part in zip(*rows, strict=True)))
     equal, upper = program.rows_of(trips)
     for _ in range(5):
         prices = placement_bound._Solution(
@@ -178,7 +178,7 @@ def test_cheapest_trips_are_those_of_all():
             -random.uniform(0, 1, len(program.upper_to)),
         )
         cost_s = -(prices.equal @ equal.toarray() + prices.upper @ upper.toarray())
-        least_s, new = relaxation.cheapest(program, prices)
+        least_s, new = search.cheapest(program, prices)
         for k in range(len(of.count)):
             # Paths that visit a node twice, not one after the other, are let pass.
             assert least_s[k] <= cost_s[trips.start == k].min() + 1e-9

@@ -1,7 +1,5 @@
 """The bounds where iterations follow one another without a barrier: no plan's mean is below."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,16 +80,6 @@ def test_inner_nodes_may_begin_an_iteration_before_others_have_ended_theirs():
     iteration_s, bound_s = require_below(case, ((0, 1), (2,)), paths)
     assert iteration_s < alone.iteration_s
     assert bound_s <= iteration_s
-
-
-def test_the_bound_of_rings_that_hide_is_that_of_no_rings():
-    case, stages, _ = data_nodes(1.0, every=4, fragments=1, delay=1)
-    free = replace(case, stage_bytes=(0.0,))
-    assert lower_bound_s(case, 1) == lower_bound_s(free, 1) == pytest.approx(ALONE_S)
-    # In mode exact the ring comes on top: an all-reduce of 2/3 of twice the bytes of its message.
-    exact = parse_case({k: v for k, v in case.source.items() if k != "averaging"})
-    assert lower_bound_s(exact, 1) == pytest.approx(ALONE_S + 4 / 3 * 0.5)
-    assert len(stages[0]) == 3
 
 
 def test_what_rings_leave_between_them_is_work():
