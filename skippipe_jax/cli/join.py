@@ -30,9 +30,8 @@ INTERRUPTED = "interrupted; the run continues without this host"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Join a running training job, as a replacement of a failed host or as an extra host; or "
-        "join a service as a host of stages. This machine needs neither the configuration nor the "
-        "run folder."
+        "Join a running training job as a replacement of a failed host or as an extra host, or a "
+        "service as a host of stages. This machine needs neither configuration nor run folder."
     )
     parser.epilog = EPILOG
     add_addresses(parser)
@@ -40,18 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-dir",
         type=Path,
         metavar="DIR",
-        help="folder for downloads; existing files are not downloaded again (default: a folder in "
-        "the working directory with the name of the run folder)",
+        help="folder for downloads; existing files are not downloaded again (default: in the "
+        "working directory, with the name of the run folder)",
     )
-    parser.add_argument(
-        "--anyway",
-        action="store_true",
-        help="join as an extra host even if, by measurements during the run, the state transfer "
-        "costs more time than faster steps save",
+    about = (
+        "join as an extra host even if the state transfer costs more time than faster steps save"
     )
-    add_overrides(
-        parser, "override a configuration key on this host, such as data.path; repeatable"
-    )
+    parser.add_argument("--anyway", action="store_true", help=about)
+    add_overrides(parser, "override a key on this host, such as data.path; repeatable")
     add_log_level(parser)
     parser.set_defaults(interrupted=INTERRUPTED)
 
