@@ -126,7 +126,9 @@ def test_a_mistral_is_a_llama_with_defaults_of_its_own(tmp_path: Path):
     ("window", "longest"),
     [({}, MistralConfig().sliding_window), ({"sliding_window": 16}, 16), (None, 2**20)],
 )
-def test_a_window_bounds_the_context(window: dict[str, int] | None, longest: int, tmp_path: Path):
+def test_a_window_bounds_the_context_of_a_mistral_alone(
+    window: dict[str, int] | None, longest: int, tmp_path: Path
+):
     config = (
         {"model_type": "mistral"} | SMALL | ({"sliding_window": None} if window is None else window)
     )
@@ -136,9 +138,6 @@ def test_a_window_bounds_the_context(window: dict[str, int] | None, longest: int
         told = f"...Set model.context (or ...) to {longest} or less"
         with refusal(f"{tmp_path / 'config.json'}: sliding_window = {told}"):
             require_no_window(tmp_path, longest + 1)
-
-
-def test_a_llama_has_no_window(tmp_path: Path):
     require_no_window(config_file(tmp_path, sliding_window=8), 64)
 
 
