@@ -86,7 +86,7 @@ def add_addresses(parser: argparse.ArgumentParser) -> None:
 
 def add_log_level(parser: argparse.ArgumentParser) -> None:
     """Add the argument for the level of printed lines, which `main` reads."""
-    about = "minimum severity of messages on stderr; results always go to stdout"
+    about = "minimum severity of messages on stderr; results go to stdout"
     parser.add_argument("--log-level", choices=log.LEVELS, default=log.LEVELS[0], help=about)
 
 
@@ -164,9 +164,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--prior",
         metavar="PRIOR",
-        help="probability of each model at the start of a document: uniform, or FILE.json from "
-        "evaluate --json; in evaluate also cached (estimated on part of the held-out text) or "
-        "decay (updated along the text) (default: uniform; cached in evaluate)",
+        help="probability of each model: uniform, or FILE.json from evaluate --json; in evaluate "
+        "also cached (estimated on part of the held-out text) or decay (updated along the text) "
+        "(default: uniform; cached in evaluate)",
     )
 
 
@@ -174,13 +174,9 @@ def add_scale(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup, scaled: str = "scale"
 ) -> None:
     """Add the argument that scales residual branches, for `create_scaling`."""
-    parser.add_argument(
-        "--scale",
-        metavar="SCALE",
-        help=f"{scaled} the residual branches of inner stages by a NUMBER, or by `share`: the "
-        "fraction of the run's microbatches that visited the stage (increased in proportion, to 1 "
-        "at most, if only some stages run) (default: no scaling)",
-    )
+    about = f"{scaled} the residual branches of inner stages by a NUMBER, or by `share`, the share "
+    about += "of the run's microbatches that visited the stage (default: no scaling)"
+    parser.add_argument("--scale", metavar="SCALE", help=about)
 
 
 def accept_old_names(parser: argparse.ArgumentParser, **former: str) -> None:

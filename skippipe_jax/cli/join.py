@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from skippipe_jax.training.trainer import RunResult
 
 EPILOG = """\
-This host downloads configuration, plans, tokenizer and the state of its stages from the other
-hosts. It replaces the first failed host whose training text it has; a host without data nodes needs
-no text. If no host has failed, it joins as one of join.places extra hosts, provided that faster
-steps make up for the state transfer within join.horizon. If the run is full, it waits for
-cluster.rejoin_s.
+This host downloads configuration, plans, tokenizer and the state of its stages. It replaces the
+first failed host whose training text it has; a host without data nodes needs no text. If no host
+has failed, it joins as one of join.places extra hosts, if faster steps make up for the state
+transfer within join.horizon. If the run is full, it waits for cluster.rejoin_s.
 """
 
 INTERRUPTED = "interrupted; the run continues without this host"

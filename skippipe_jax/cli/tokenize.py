@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 DIR must be new; it appears when its content is complete. Held-out documents are chosen by a hash
-of the file name, or of the text of a row; of a single document, the end is held out. Train with:
-
-  skippipe train --data DIR
+of the file name, or of the text of a row; of a single document, the end is held out. Train with
+skippipe train --data DIR.
 """
 
 
