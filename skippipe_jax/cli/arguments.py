@@ -40,7 +40,10 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, resumes: bool = Tru
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help=about)
     add_overrides(parser, "override a configuration key; repeatable")
     if resumes:
-        about = "continue from the last checkpoint in run_dir, or in checkpoint.copy_to without it"
+        about = (
+            "continue from the last checkpoint in run_dir, or in checkpoint.copy_to if run_dir "
+            "does not exist"
+        )
         parser.add_argument("--resume", action="store_true", help=about)
 
 
@@ -174,8 +177,8 @@ def add_scale(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup, scaled: str = "scale"
 ) -> None:
     """Add the argument that scales residual branches, for `create_scaling`."""
-    about = f"{scaled} the residual branches of inner stages by a NUMBER, or by `share`, the share "
-    about += "of the run's microbatches that visited the stage (default: no scaling)"
+    about = f"{scaled} the residual branches of inner stages by a NUMBER, or by `share`, the "
+    about += "fraction of the run's microbatches that visited the stage (default: no scaling)"
     parser.add_argument("--scale", metavar="SCALE", help=about)
 
 

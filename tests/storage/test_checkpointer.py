@@ -246,7 +246,7 @@ def fail_part(monkeypatch, stage, error):
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_every_host_learns_that_one_failed(tmp_path, writers, broken, monkeypatch):
-    """The kind of the error decides, not its text: a file that cannot be written ends no save."""
+    """The kind of the error decides, not its text, which names an error that is tried again."""
     fail_part(monkeypatch, broken, ValueError("NotWritten: in the text of another error"))
     save(writers, 3)
     for writer in writers:
