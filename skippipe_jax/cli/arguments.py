@@ -34,21 +34,17 @@ DEFAULT_CONFIG = Path("train.yaml")
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, resumes: bool = True) -> None:
     """Add the arguments for a configuration, and --resume if the command `resumes`."""
-    parser.add_argument(
-        "--config",
-        type=Path,
-        default=DEFAULT_CONFIG,
-        help="configuration file, YAML; skippipe init writes one, skippipe config keys lists its "
-        "keys (default: %(default)s)",
+    about = (
+        "configuration file, YAML; skippipe init writes one, skippipe config keys lists its keys"
     )
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help=about)
     add_overrides(parser, "override a configuration key; repeatable")
     if resumes:
-        parser.add_argument(
-            "--resume",
-            action="store_true",
-            help="continue from the last checkpoint in run_dir, or in checkpoint.copy_to if "
-            "run_dir does not exist",
+        about = (
+            "continue from the last checkpoint in run_dir, or in checkpoint.copy_to if run_dir "
+            "does not exist"
         )
+        parser.add_argument("--resume", action="store_true", help=about)
 
 
 def config_of(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> Config:
@@ -85,24 +81,16 @@ def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 def add_addresses(parser: argparse.ArgumentParser) -> None:
     """Add the argument for the addresses of hosts of a run."""
-    parser.add_argument(
-        "address",
-        metavar="ADDRESS",
-        nargs="+",
-        help="HOST:PORT of a host of the run, such as its --coordinator; the first of several "
-        "addresses that answers is used",
+    about = (
+        "HOST:PORT of a host of the run, such as its --coordinator; the first that answers is used"
     )
+    parser.add_argument("address", metavar="ADDRESS", nargs="+", help=about)
 
 
 def add_log_level(parser: argparse.ArgumentParser) -> None:
     """Add the argument for the level of printed lines, which `main` reads."""
-    parser.add_argument(
-        "--log-level",
-        choices=log.LEVELS,
-        default=log.LEVELS[0],
-        help="minimum severity of messages on stderr; results always go to stdout (default: "
-        "%(default)s)",
-    )
+    about = "minimum severity of messages on stderr; results go to stdout"
+    parser.add_argument("--log-level", choices=log.LEVELS, default=log.LEVELS[0], help=about)
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,11 +100,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--hosts", type=int, metavar="N", help="number of hosts")
     accept_old_names(parser, **{"num-hosts": "--hosts"})
     cluster.add_argument("--host-id", type=int, metavar="I", help="index of this host, from 0")
-    cluster.add_argument(
-        "--distributed",
-        action="store_true",
-        help="let JAX detect the hosts, for TPU pods whose environment does not list them",
-    )
+    about = "let JAX detect the hosts, for TPU pods whose environment does not list them"
+    cluster.add_argument("--distributed", action="store_true", help=about)
 
 
 def connect_from_args(
@@ -161,45 +146,30 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     from skippipe_jax.config.model import MOST_STAGES
 
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--run",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="folder of a run; repeat to mix several models",
-    )
-    source.add_argument(
-        "--hf",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="Hugging Face model folder; repeat to mix several models",
-    )
+    for option, folder in (("--run", "folder of a run"), ("--hf", "Hugging Face model folder")):
+        about = f"{folder}; repeat to mix several models"
+        source.add_argument(
+            option, type=Path, action="append", default=[], metavar="DIR", help=about
+        )
     add_step(parser, "checkpoint of --run")
-    parser.add_argument(
-        "--num-stages",
-        type=int,
-        metavar="N",
-        help=f"number of stages of an --hf model (default: {MOST_STAGES}, or the next lower number "
-        "that divides its layers evenly)",
-    )
+    default = f"{MOST_STAGES}, or the next lower number that divides its layers evenly"
+    about = f"number of stages of an --hf model (default: {default})"
+    parser.add_argument("--num-stages", type=int, metavar="N", help=about)
     accept_old_names(parser, cut="--num-stages")
     add_overrides(parser, "override a key of the model's configuration; repeatable")
     several = parser.add_argument_group("several models")
     several.add_argument(
         "--mix",
         metavar="{posterior,prior,top-1}",
-        help="weights of the models: posterior, updated after each token; prior, constant; or "
-        "top-1, only the model with the highest posterior (default: posterior)",
+        help="weights of the models: posterior, updated after each token; prior, constant; top-1, "
+        "only the model with the highest posterior (default: posterior)",
     )
     several.add_argument(
         "--prior",
         metavar="PRIOR",
-        help="probability of each model at the start of a document: uniform, or a FILE.json "
-        "written by evaluate --json; in evaluate also cached, estimated on part of the held-out "
-        "text, or decay, updated along the text (default: uniform; cached in evaluate)",
+        help="probability of each model: uniform, or FILE.json from evaluate --json; in evaluate "
+        "also cached (estimated on part of the held-out text) or decay (updated along the text) "
+        "(default: uniform; cached in evaluate)",
     )
 
 
@@ -207,13 +177,9 @@ def add_scale(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup, scaled: str = "scale"
 ) -> None:
     """Add the argument that scales residual branches, for `create_scaling`."""
-    parser.add_argument(
-        "--scale",
-        metavar="SCALE",
-        help=f"{scaled} the residual branches of inner stages: by a NUMBER; or by `share`, the "
-        "fraction of the run's microbatches that visited the stage (increased in proportion, to 1 "
-        "at most, if only some stages run) (default: no scaling)",
-    )
+    about = f"{scaled} the residual branches of inner stages by a NUMBER, or by `share`, the "
+    about += "fraction of the run's microbatches that visited the stage (default: no scaling)"
+    parser.add_argument("--scale", metavar="SCALE", help=about)
 
 
 def accept_old_names(parser: argparse.ArgumentParser, **former: str) -> None:
@@ -224,9 +190,8 @@ def accept_old_names(parser: argparse.ArgumentParser, **former: str) -> None:
 
 def add_path(parser: argparse.ArgumentParser, option: str, help_text: str) -> None:
     """Add a required path for `required_path`; formerly it was a positional argument."""
-    parser.add_argument(
-        option, type=Path, metavar=option[2:].upper(), help=f"{help_text} (required)"
-    )
+    metavar = option[2:].upper()
+    parser.add_argument(option, type=Path, metavar=metavar, help=f"{help_text} (required)")
     parser.add_argument("former", nargs="*", type=Path, help=argparse.SUPPRESS)
 
 
@@ -346,11 +311,7 @@ def add_language_model_arguments(parser: argparse.ArgumentParser) -> None:
     stages.add_argument(
         "--stage-order", metavar="0,2,1", help="run these stages, in this order (default: all)"
     )
-    stages.add_argument(
-        "--keep-fraction",
-        type=float,
-        metavar="FRACTION",
-        help="run this fraction of the stages, drawn at random with --seed",
-    )
+    about = "run this fraction of the stages, drawn at random with --seed"
+    stages.add_argument("--keep-fraction", type=float, metavar="FRACTION", help=about)
     accept_old_names(parser, stages="--stage-order", keep="--keep-fraction")
     add_scale(parser)

@@ -18,18 +18,17 @@ from skippipe_jax.config.choices import DTYPES
 from skippipe_jax.config.model import LAYERS_PER_STAGE
 
 DESCRIPTION = """\
-Convert models between the Hugging Face format and the folder of a run. Supported: Llama 2 and 3,
-and Mistral without a sliding window, which is exported as Llama.
+Convert models between the Hugging Face format and the folder of a run: Llama 2 and 3, and Mistral
+without a sliding window, which is exported as Llama.
 
-from-hf reads config.json and safetensors files (one or many; float32, bfloat16 or float16) and
-writes a run folder with a configuration, a checkpoint of step 0 and, in tokenizer/, the tokenizer
-files. Pickled weights (.bin, .pt) are never loaded. Fine-tuning needs no conversion: set init_from:
-hf:DIR in the configuration of the run.
+from-hf reads config.json and safetensors files (float32, bfloat16 or float16), never pickled
+weights (.bin, .pt), and writes a configuration, a checkpoint of step 0 and the tokenizer.
+Fine-tuning needs no conversion: set init_from: hf:DIR in the configuration of the run.
 
-to-hf writes config.json, safetensors files and the tokenizer, for transformers, vLLM and others.
-For a run on bytes, it writes a tokenizer with one token for each byte.
+to-hf writes config.json, safetensors files and the tokenizer, for transformers, vLLM and others;
+for a run on bytes, a tokenizer with one token for each byte.
 
-Memory use is one stage of the model at a time. The output is written completely or not at all.
+One stage of the model is in memory at a time. The output is written completely or not at all.
 """
 
 
@@ -46,12 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "-o", "--output", type=Path, required=True, metavar="RUN", help="new folder for the run"
     )
-    reading.add_argument(
-        "--num-stages",
-        type=int,
-        metavar="N",
-        help=f"number of stages (default: one for every {LAYERS_PER_STAGE} layers)",
-    )
+    about = f"number of stages (default: one for every {LAYERS_PER_STAGE} layers)"
+    reading.add_argument("--num-stages", type=int, metavar="N", help=about)
     accept_old_names(reading, cut="--num-stages", stages="--num-stages")
     writing = commands.add_parser("to-hf", help="convert a run to a Hugging Face model")
     writing.description = (
@@ -63,11 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, required=True, metavar="DIR", help="new folder for the model"
     )
     add_step(writing, "checkpoint")
-    writing.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="dtype of the weights (default: as the parameters of the run)",
-    )
+    about = "dtype of the weights (default: as the parameters of the run)"
+    writing.add_argument("--dtype", choices=DTYPES, help=about)
     add_scale(writing)
 
 

@@ -13,8 +13,8 @@ from skippipe_jax.cli.arguments import DEFAULT_CONFIG, add_config_arguments, con
 
 EPILOG = """\
 No host is started and no data is read. Without a plan, or with plan: auto, the estimate is for one
-machine with one device. If the case leaves stages or path lengths open, the estimate is for the
-candidate that is best without a search.
+machine with one device; for a case with open stages or path lengths, it is for the candidate that
+is best without a search.
 
 Without a case, --model 8b --devices 3x24GB prints the smallest number of stages with which the
 model fits on these devices, or the number of devices that it needs, and the memory that each remedy
@@ -32,12 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = EPILOG
     add_config_arguments(parser, resumes=False)
-    parser.add_argument(
-        "--model", help="model preset, such as 8b, or hf:DIR, a Hugging Face model folder"
-    )
-    parser.add_argument(
-        "--devices", help="devices with their memory, as 3x24GB or 2x80GB,24GB, or a case file"
-    )
+    about = "model preset, such as 8b, or hf:DIR, a Hugging Face model folder"
+    parser.add_argument("--model", help=about)
+    about = "devices with their memory, as 3x24GB or 2x80GB,24GB, or a case file"
+    parser.add_argument("--devices", help=about)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

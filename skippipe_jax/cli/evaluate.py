@@ -35,10 +35,9 @@ DEFAULT_SUBSETS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Compute validation loss and perplexity of the full model (all stages in order) and of "
-        "partial models on the same text: the held-out split of data.source and data.path, which "
-        "--set can change. For several models, compute the loss of each model and of the mixture, "
-        "by domain, on part of the held-out text of the first model."
+        "Compute validation loss and perplexity of the full model and of partial models on the "
+        "held-out split of data.source and data.path. For several models, compute the loss of each "
+        "model and of the mixture, by domain, on part of the held-out text of the first model."
     )
     add_model_arguments(parser)
     parser.add_argument(
@@ -50,31 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part",
         choices=HELD_OUT_PARTS,
-        help="held-out documents to evaluate on: all, the part for estimating the priors of an "
-        "ensemble, or the part for scoring an ensemble (default: all)",
+        help="held-out documents to evaluate on: all, or those for estimating the priors or for "
+        "scoring an ensemble (default: all)",
     )
-    partial = parser.add_argument_group(
-        "partial models", "Evaluated in addition to the full model."
-    )
+    partial = parser.add_argument_group("partial models", "Evaluated besides the full model.")
     partial.add_argument(
         "--keep-fraction",
         metavar="FRACTIONS",
         help="fractions of the stages, as 1.0,0.75,0.5; for each, all subsets of that size that "
         "include the data stage",
     )
-    partial.add_argument(
-        "--subsets",
-        type=int,
-        default=DEFAULT_SUBSETS,
-        help="maximum number of subsets for each fraction, drawn at random (default: %(default)s)",
-    )
-    partial.add_argument(
-        "--seed", type=int, default=0, help="seed of the draw of subsets (default: %(default)s)"
-    )
+    about = "maximum number of subsets for each fraction, drawn at random"
+    partial.add_argument("--subsets", type=int, default=DEFAULT_SUBSETS, help=about)
+    partial.add_argument("--seed", type=int, default=0, help="seed of the draw of subsets")
     partial.add_argument("--paths", action="store_true", help="paths of the run's plan")
-    partial.add_argument(
-        "--swaps", action="store_true", help="each pair of neighboring stages swapped"
-    )
+    about = "each pair of neighboring stages swapped"
+    partial.add_argument("--swaps", action="store_true", help=about)
     partial.add_argument("--importance", action="store_true", help="each stage skipped in turn")
     accept_old_names(parser, keep="--keep-fraction", stages="--num-stages")
     add_scale(partial, "also evaluate after scaling")
@@ -85,17 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="URL of a skippipe serve process, which runs the model; --run or --hf then selects "
         "only the text and its tokenizer",
     )
-    service.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="file with an API key of the service in the first line",
-    )
+    about = "file with an API key of the service in the first line"
+    service.add_argument("--api-key-file", type=Path, metavar="FILE", help=about)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object")
-    output.add_argument(
-        "--plot", type=Path, metavar="FILE.svg", help="plot perplexity against --keep-fraction"
-    )
+    about = "plot perplexity against --keep-fraction"
+    output.add_argument("--plot", type=Path, metavar="FILE.svg", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -24,9 +24,9 @@ export     write every expert as a Hugging Face model to FOLDER/huggingface
 
 An arm is an ensemble to compare. A lane is a sequence of domains: its first expert starts from the
 seed model, each later one from the previous expert. Two runs train at a time by default (at_once).
-Ctrl-C saves a checkpoint of each run and stops. The same command continues, also after a crash. A
-digest of its configuration identifies a run, so that no run is trained twice. If the text, case or
-plan of an existing run has changed, the command lists these runs and trains nothing.
+Ctrl-C saves a checkpoint of each run and stops. The same command continues, also after a crash; no
+run is trained twice. If the text, case or plan of a run has changed, the command lists these runs
+and trains nothing.
 """
 
 
@@ -37,18 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ensembles of them (HDEE, arXiv 2502.19385)."
     )
     parser.epilog = EPILOG
-    parser.add_argument(
-        "action",
-        nargs="*",
-        metavar="ACTION",
-        help=f"one of {', '.join(ACTIONS)} (default: {TRAIN})",
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="CONFIG",
-        help="configuration file of the experts, YAML (required)",
-    )
+    about = f"one of {', '.join(ACTIONS)} (default: {TRAIN})"
+    parser.add_argument("action", nargs="*", metavar="ACTION", help=about)
+    about = "configuration file of the experts, YAML (required)"
+    parser.add_argument("--config", type=Path, metavar="CONFIG", help=about)
     add_overrides(parser, "override a configuration key; repeatable")
     parser.set_defaults(interrupted="stopped; run the same command again to continue")
 

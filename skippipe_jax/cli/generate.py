@@ -32,37 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_language_model_arguments(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="prompt; - reads it from stdin")
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="apply the chat template to the prompt and print only the answer; without --prompt, "
-        "start an interactive conversation",
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=100,
-        metavar="N",
-        help="maximum number of sampled tokens (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=Sampling.temperature,
-        help="divisor of the logits; 0: greedy decoding (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=Sampling.top_p,
-        help="sample from the likeliest tokens with this total probability (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=Sampling.seed,
-        help="seed of sampling and of --keep-fraction (default: %(default)s)",
-    )
+    about = "print the answer by the chat template; without --prompt, start a conversation"
+    parser.add_argument("--chat", action="store_true", help=about)
+    about = "maximum number of sampled tokens"
+    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help=about)
+    about = "divisor of the logits; 0: greedy decoding"
+    parser.add_argument("--temperature", type=float, default=Sampling.temperature, help=about)
+    about = "sample from the likeliest tokens with this total probability"
+    parser.add_argument("--top-p", type=float, default=Sampling.top_p, help=about)
+    about = "seed of sampling and of --keep-fraction"
+    parser.add_argument("--seed", type=int, default=Sampling.seed, help=about)
     accept_old_names(parser, tokens="--max-new-tokens")
     parser.set_defaults(interrupted="\ninterrupted")
 

@@ -26,20 +26,10 @@ NEXT = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = "Write a commented configuration file to edit."
-    parser.add_argument(
-        "--kind",
-        choices=NEXT,
-        default=next(iter(NEXT)),
-        help="configuration for one machine, for several machines, or for fine-tuning a "
-        "pretrained model on one machine (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=DEFAULT_CONFIG,
-        metavar="FILE",
-        help="new file (default: %(default)s)",
-    )
+    about = "for one machine, several machines, or fine-tuning a pretrained model on one machine"
+    parser.add_argument("--kind", choices=NEXT, default=next(iter(NEXT)), help=about)
+    about, default = "new file", DEFAULT_CONFIG
+    parser.add_argument("--output", type=Path, default=default, metavar="FILE", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -35,12 +35,12 @@ EPILOG = f"""\
 the run has begun. After a local error (code 1 and others), a host is restarted at most
 --max-restarts times; every {FORGOTTEN_S / 60:g} min of running time restore one restart. The pause
 before a restart is {FIRST_PAUSE_S:g} s; it doubles each time that the host exits within a minute,
-to {LONGEST_PAUSE_S:g} s at most. A host is not restarted after code 0, 2, 130 or 143, after this
-command received SIGINT or SIGTERM, or after the end of training. While another host is down, code
-75 counts as a local error.
+to {LONGEST_PAUSE_S:g} s at most. A host is not restarted after code 0, 2, 130 or 143, after SIGINT
+or SIGTERM to this command, or after the end of training. While another host is down, code 75 counts
+as a local error.
 
 --restart=join is for hosts that cannot access run_dir: the host joins the live hosts, as with
-skippipe join, with a separate folder beside run_dir.
+skippipe join, with a folder of its own beside run_dir.
 """
 
 
@@ -54,25 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add_config_arguments(parser)
     parser.add_argument("--hosts", type=int, required=True, metavar="N", help="number of hosts")
-    parser.add_argument(
-        "--restart",
-        choices=(NEVER, RESUME, JOIN),
-        default=NEVER,
-        help="how to restart a failed host, see below (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=MOST_FAULTS,
-        metavar="N",
-        help="maximum number of restarts of a host after local errors (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--kill-after",
-        default="60s",
-        metavar="TIME",
-        help="time for hosts to stop before they are killed (default: %(default)s)",
-    )
+    about, choices = "how to restart a failed host, see below", (NEVER, RESUME, JOIN)
+    parser.add_argument("--restart", choices=choices, default=NEVER, help=about)
+    about = "maximum number of restarts of a host after local errors"
+    parser.add_argument("--max-restarts", type=int, default=MOST_FAULTS, metavar="N", help=about)
+    about = "time for hosts to stop before they are killed"
+    parser.add_argument("--kill-after", default="60s", metavar="TIME", help=about)
     parser.add_argument(
         "--respawn", dest="restart", nargs="?", const=RESUME, choices=(RESUME, JOIN),
         help=argparse.SUPPRESS,

@@ -24,35 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a mixture of models."
     )
     add_language_model_arguments(parser)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of --keep-fraction (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tasks",
-        required=True,
-        metavar="NAMES",
-        help="task names, separated by commas; * is a wildcard",
-    )
-    parser.add_argument(
-        "--tasks-from",
-        type=Path,
-        metavar="DIR",
-        help="folder of task definitions, instead of the built-in tasks",
-    )
-    parser.add_argument(
-        "--num-fewshot", type=int, metavar="N", help="number of examples before each question"
-    )
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="maximum number of questions per task"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=DEFAULT_SLOTS,
-        metavar="N",
-        help="number of sequences scored or generated at a time; more are faster and need more "
-        "memory (default: %(default)s)",
-    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of --keep-fraction")
+    about = "task names, separated by commas; * is a wildcard"
+    parser.add_argument("--tasks", required=True, metavar="NAMES", help=about)
+    about = "folder of task definitions, instead of the built-in tasks"
+    parser.add_argument("--tasks-from", type=Path, metavar="DIR", help=about)
+    about = "number of examples before each question"
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help=about)
+    about = "maximum number of questions per task"
+    parser.add_argument("--limit", type=int, metavar="N", help=about)
+    about = "number of sequences at a time; more are faster and need more memory"
+    parser.add_argument("--batch-size", type=int, default=DEFAULT_SLOTS, metavar="N", help=about)
     parser.add_argument("--json", action="store_true", help="print all results as one JSON object")
 
 

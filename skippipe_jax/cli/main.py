@@ -125,7 +125,15 @@ class _Version(argparse.Action):
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formatter that fills paragraphs and keeps tables as written."""
+    """Formatter that adds defaults to help, fills paragraphs and keeps tables as written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        """Add the default of an option that has one, unless its help names it."""
+        text, default = action.help, action.default
+        has_none = default is None or default is False or default in ([], argparse.SUPPRESS)
+        if not text or "(default: " in text or has_none:
+            return text
+        return f"{text} (default: %(default)s)"
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = argparse.HelpFormatter._fill_text

@@ -19,8 +19,8 @@ from skippipe_jax.cli.arguments import (
 
 EPILOG = """\
 Start the command on all hosts like skippipe train, with the same configuration; it uses the
-sections model, data and network. Keys that cannot be measured are read from plan.case, or from the
-case of the plan in plan.file: locations, stages or stage_count, path_length or skip_ratio,
+sections model, data and network. Keys that cannot be measured are read from plan.case or plan.file:
+locations, stages or stage_count, path_length or skip_ratio,
 microbatches or microbatches_per_data_node, rules, memory (maximum number of microbatches in flight
 on a node, or auto), and the number of nodes. Other keys are ignored.
 """
@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         default=Path("case.yaml"),
-        help="case file that host 0 writes; all measurements go to case.measured.json beside it "
-        "(default: %(default)s)",
+        help="case file that host 0 writes; all measurements go to case.measured.json beside it",
     )
     add_cluster_arguments(parser)
 

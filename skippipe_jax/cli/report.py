@@ -15,12 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = "Write an HTML page about a run: curves, timelines, links, idle nodes."
     add_path(parser, "--run", "folder of a run")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        help="HTML file (default: report.html in the folder of the run)",
-    )
+    about = "HTML file (default: report.html in the folder of the run)"
+    parser.add_argument("-o", "--output", type=Path, help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:

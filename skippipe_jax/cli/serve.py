@@ -42,79 +42,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Serve a model through an OpenAI-compatible API: completions and chat, with streaming."
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--run", metavar="DIR[@STEP]", help="folder of a run, and its checkpoint: a step, or best "
-        "for the lowest validation loss (default: latest)",
-    )  # fmt: skip
+    about = "folder of a run, and a step or best, by validation loss (default: latest)"
+    where.add_argument("--run", metavar="DIR[@STEP]", help=about)
     where.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face model folder")
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on; requires --api-key-file unless it is a loopback address "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--port", type=int, default=8000, help="port; 0: any free port (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="file with accepted API keys, one per line",
-    )
-    parser.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="model name in requests (default: name of the folder)",
-    )
+    about = "address to listen on; unless it is a loopback address, requires --api-key-file"
+    parser.add_argument("--host", default="127.0.0.1", help=about)
+    parser.add_argument("--port", type=int, default=8000, help="port; 0: any free port")
+    about = "file with accepted API keys, one per line"
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=about)
+    about = "model name in requests (default: name of the folder)"
+    parser.add_argument("--served-model-name", metavar="NAME", help=about)
     _add_limits(parser)
     _add_hosts(parser)
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default=DTYPES[0],
-        help="dtype of activations and caches, and of --hf weights; auto: as in the model's "
-        "configuration (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num-stages",
-        type=int,
-        metavar="N",
-        help="number of stages of an --hf model (default: as in evaluate)",
-    )
+    about = "dtype of activations, caches and --hf weights; auto: as configured for the model"
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=about)
+    about = "number of stages of an --hf model (default: as in evaluate)"
+    parser.add_argument("--num-stages", type=int, metavar="N", help=about)
     add_scale(parser)
     add_overrides(parser, "override a key of the model's configuration; repeatable")
     add_log_level(parser)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="maximum tokens per sequence, with the prompt (default: the model's context)",
-    )
-    parser.add_argument(
-        "--max-num-seqs",
-        type=int,
-        default=DEFAULT_SLOTS,
-        metavar="N",
-        help="maximum number of sequences decoded at a time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-waiting",
-        type=int,
-        default=256,
-        metavar="N",
-        help="maximum number of waiting sequences; more are rejected (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="time to finish answers after SIGTERM, in seconds (default: %(default)s)",
-    )
+    about = "maximum tokens per sequence, with the prompt (default: the model's context)"
+    parser.add_argument("--max-model-len", type=int, metavar="N", help=about)
+    about = "maximum number of sequences decoded at a time"
+    parser.add_argument("--max-num-seqs", type=int, default=DEFAULT_SLOTS, metavar="N", help=about)
+    about = "maximum number of waiting sequences; more are rejected"
+    parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help=about)
+    about = "time to finish answers after SIGTERM, in seconds"
+    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS", help=about)
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -124,9 +81,8 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="number of hosts; the first receives requests and holds the data stage, the others "
-        "hold the other stages. Without --coordinator, all start on this machine (default: "
-        "%(default)s)",
+        help="number of hosts; the first receives requests and holds the data stage. Without "
+        "--coordinator, all start on this machine",
     )
     several.add_argument(
         "--coordinator",
@@ -134,25 +90,12 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         help="address of the first host; other hosts may join and leave at any time and need no "
         "--run or --hf, as the first host sends the weights",
     )
-    several.add_argument(
-        "--host-id",
-        type=int,
-        metavar="I",
-        help="0 for the first host, with --coordinator; other hosts need no id",
-    )
-    several.add_argument(
-        "--max-stages",
-        type=int,
-        metavar="N",
-        help="maximum number of stages per host; the data stage of the first host counts (default: "
-        "as many as fit into memory)",
-    )
-    several.add_argument(
-        "--take-over-after",
-        metavar="TIME",
-        help="time after which remaining hosts load a lost stage if memory allows, such as 30s "
-        "(default: never)",
-    )
+    about = "0 for the first host, with --coordinator; other hosts need no id"
+    several.add_argument("--host-id", type=int, metavar="I", help=about)
+    about = "maximum stages per host, counting the data stage (default: as many as fit into memory)"
+    several.add_argument("--max-stages", type=int, metavar="N", help=about)
+    about = "time until hosts load a lost stage if memory allows, such as 30s (default: never)"
+    several.add_argument("--take-over-after", metavar="TIME", help=about)
     several.add_argument(
         "--activation-dtype",
         choices=HOPS,
@@ -164,7 +107,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         choices=WHEN_LOST,
         default=WHEN_LOST[0],
         help="policy for sequences while no host holds a stage: skip the stage, wait for it, or "
-        "fail (default: %(default)s)",
+        "fail",
     )
 
 

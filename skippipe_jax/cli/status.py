@@ -16,9 +16,9 @@ from skippipe_jax import log
 from skippipe_jax.cli.arguments import add_addresses, add_log_level, add_overrides
 
 EPILOG = """\
-This machine needs the secret of the run, as does a joining host: --set cluster.secret=FILE,
-SKIPPIPE_SECRET_FILE or SKIPPIPE_SECRET. It does not become a host and does not change the run. A
-run on a single host does not listen and has no status.
+This machine needs the secret of the run: --set cluster.secret=FILE, SKIPPIPE_SECRET_FILE or
+SKIPPIPE_SECRET. It does not become a host. A run on a single host does not listen and has no
+status.
 
 With http://HOST:PORT of a skippipe serve process as ADDRESS, show the status of the service: the
 stages of each host, failed hosts, lost stages, and the numbers of running and waiting sequences.
@@ -35,11 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = EPILOG
     add_addresses(parser)
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object per line; docs/watch.md lists its keys",
-    )
+    about = "print one JSON object per line; docs/watch.md lists its keys"
+    parser.add_argument("--json", action="store_true", help=about)
     parser.add_argument(
         "--watch",
         nargs="?",
@@ -48,12 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"repeat at this interval, such as 5s, until Ctrl-C (without a value: {WATCH_S}); "
         "place it after ADDRESS",
     )
-    parser.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="file with an API key of the service in the first line, if ADDRESS is a URL",
-    )
+    about = "file with an API key of the service in the first line, if ADDRESS is a URL"
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=about)
     add_overrides(parser, "set a key of section cluster, such as cluster.secret; repeatable")
     add_log_level(parser)
     parser.set_defaults(interrupted="interrupted; the run continues")

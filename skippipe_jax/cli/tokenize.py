@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from skippipe_jax.data.tokenizer import Tokenizer
 
 EPILOG = """\
-DIR must be new; it appears when its content is complete. Held-out documents are chosen by a
-hash of the file name, or of the text of a row; of a single document, the end is held out. Train on
-DIR with:
-
-  skippipe train --data DIR
+DIR must be new; it appears when its content is complete. Held-out documents are chosen by a hash
+of the file name, or of the text of a row; of a single document, the end is held out. Train with
+skippipe train --data DIR.
 """
 
 
@@ -33,61 +31,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = "Tokenize text into shards for data.source: tokens, or train a tokenizer."
     parser.epilog = EPILOG
-    parser.add_argument(
-        "input", nargs="+", metavar="INPUT", help="file, folder, glob or URL of the text"
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="DIR", help="new folder"
-    )
-    parser.add_argument(
-        "--source",
-        choices=("text", "jsonl", "parquet", "chat"),
-        help="format of the inputs (default: jsonl or parquet by file name, else text)",
-    )
-    parser.add_argument(
-        "--text-field", default="text", help="key or column of the text (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--today",
-        metavar="DAY",
-        help="date for chat templates that include the date, such as 2026-11-22",
-    )
-    parser.add_argument(
-        "--chat-template",
-        metavar="NAME",
-        help="chat template: plain, chatml, llama3 or a Jinja file (default: the template of the "
-        "tokenizer)",
-    )
+    about = "file, folder, glob or URL of the text"
+    parser.add_argument("input", nargs="+", metavar="INPUT", help=about)
+    about = "new folder"
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help=about)
+    about = "format of the inputs (default: jsonl or parquet by file name, else text)"
+    parser.add_argument("--source", choices=("text", "jsonl", "parquet", "chat"), help=about)
+    parser.add_argument("--text-field", default="text", help="key or column of the text")
+    about = "date for chat templates that include the date, such as 2026-11-22"
+    parser.add_argument("--today", metavar="DAY", help=about)
+    about = "plain, chatml, llama3 or a Jinja file (default: the template of the tokenizer)"
+    parser.add_argument("--chat-template", metavar="NAME", help=about)
     tokenizer = parser.add_mutually_exclusive_group()
-    tokenizer.add_argument(
-        "--tokenizer",
-        default=BYTES,
-        metavar="PATH",
-        help="tokenizer.json, a folder with one, or bytes (default: %(default)s)",
-    )
-    tokenizer.add_argument(
-        "--train-bpe",
-        type=int,
-        metavar="SIZE",
-        help="train a byte-level BPE tokenizer with this vocabulary size",
-    )
+    about = "tokenizer.json, a folder with one, or bytes"
+    tokenizer.add_argument("--tokenizer", default=BYTES, metavar="PATH", help=about)
+    about = "train a byte-level BPE tokenizer with this vocabulary size"
+    tokenizer.add_argument("--train-bpe", type=int, metavar="SIZE", help=about)
     parser.add_argument("--tokenizer-only", action="store_true", help="write only the tokenizer")
-    parser.add_argument(
-        "--held-out",
-        type=float,
-        default=0.05,
-        metavar="FRACTION",
-        help="fraction of documents held out for evaluation (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="seed of the hash that selects held-out documents (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num-workers", type=int, metavar="N", help="number of processes (default: one per core)"
-    )
+    about = "fraction of documents held out for evaluation"
+    parser.add_argument("--held-out", type=float, default=0.05, metavar="FRACTION", help=about)
+    about = "seed of the hash that selects held-out documents"
+    parser.add_argument("--seed", type=int, default=0, help=about)
+    about = "number of processes (default: one per core)"
+    parser.add_argument("--num-workers", type=int, metavar="N", help=about)
     accept_old_names(parser, processes="--num-workers")
 
 

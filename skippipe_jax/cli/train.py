@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="training text: a file, folder or glob of plain text, conversations, other JSON lines "
-        "or Parquet, or an output folder of skippipe tokenize; needs no --config",
+        help="training text: a file, folder or glob of text, conversations, other JSON lines or "
+        "Parquet, or an output folder of skippipe tokenize; needs no --config",
     )
     parser.add_argument(
         "--model",
@@ -56,11 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_cluster_arguments(parser)
     add_log_level(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check and print configuration, plan and memory, then exit",
-    )
+    about = "check and print configuration, plan and memory, then exit"
+    parser.add_argument("--dry-run", action="store_true", help=about)
     parser.set_defaults(interrupted=INTERRUPTED)
 
 

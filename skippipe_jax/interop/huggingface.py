@@ -43,6 +43,7 @@ from skippipe_jax.data.batches import tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.runtime.stage_functions import Parameters
+from skippipe_jax.storage.arrays import flatten
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -106,7 +107,7 @@ class Tensor:
 def tensors_of_stage(parameters: Any, first_layer: int) -> list[Tensor]:
     """List the tensors that make up a stage, from its parameters or their shapes."""
     tensors = []
-    for leaf, array in _by_path(parameters).items():
+    for leaf, array in flatten(parameters).items():
         stacked = leaf.startswith("blocks/")
         shape = array.shape[1:] if stacked else array.shape
         shape = shape[::-1] if leaf.endswith("/kernel") else shape
@@ -114,13 +115,6 @@ def tensors_of_stage(parameters: Any, first_layer: int) -> list[Tensor]:
             name = NAMES[leaf].format(first_layer + (row or 0))
             tensors.append(Tensor(name, tuple(shape), leaf, row))
     return tensors
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 # The configuration.
@@ -217,7 +211,7 @@ class Weights:
         Raises:
             InputError: if a file cannot be read any more.
         """
-        shapes = _by_path(parameters)
+        shapes = flatten(parameters)
         leaves = {leaf: np.empty(array.shape, array.dtype) for leaf, array in shapes.items()}
         for tensor in tensors_of_stage(parameters, first_layer):
             array = self._read(tensor.name)
@@ -360,7 +354,7 @@ def write_weights(
     file_of_tensor: dict[str, str] = {}
 
     def write(parameters: Parameters, own: list[list[Tensor]], first: int) -> None:
-        leaves = {path: np.asarray(leaf) for path, leaf in _by_path(parameters).items()}
+        leaves = {path: np.asarray(leaf) for path, leaf in flatten(parameters).items()}
         for place, shard in enumerate(own, first):
             file = f"model-{place:05d}-of-{count:05d}.safetensors" if count > 1 else WEIGHTS
             arrays = {t.name: np.ascontiguousarray(t.view(leaves), dtype) for t in shard}

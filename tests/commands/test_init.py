@@ -149,12 +149,9 @@ def test_models_are_named_by_preset_or_folder(text: Path, command: Command):
     expect_one_error(wrong, "model.preset = 'huge'", "tiny")
 
 
-def test_without_a_configuration_or_text_a_way_to_begin_is_said(text: Path, command: Command):
+def test_without_a_configuration_or_a_plan_a_way_to_begin_is_said(text: Path, command: Command):
     missing = command("train")
     expect_one_error(missing, "--config = 'train.yaml'", "skippipe init", "--data PATH")
     expect_one_error(command("train", "--config", "other.yaml"), "other.yaml", "No such file")
-
-
-def test_several_hosts_need_a_plan_and_are_told_how_to_get_one(text: Path, command: Command):
     refused = command("train", "--data", "text", "--dry-run", "--hosts", "2")
     expect_one_error(refused, "plan = None", "several hosts", "plan: auto", "skippipe measure")

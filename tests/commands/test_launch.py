@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TEMPORARY_EXIT_CODE
@@ -109,20 +110,18 @@ def test_the_others_go_on_without_one_that_has_too_many_faults(
     assert "host 0 exited with code 1; not restarted" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("outlives", "code"), [(True, 0), (False, 128 + signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("script", "outlives", "code"),
+    [(LOST, True, 0), (LOST, False, 128 + signal.SIGKILL), ("exit 143", True, 0)],
+    ids=["lost", "lost as all began", "told to leave"],
+)
 def test_without_respawn_nobody_is_started_again(
-    outlives: bool, code: int, shells: Callable[..., Shells], capfd: pytest.CaptureFixture[str]
+    script: str, outlives: bool, code: int, shells: Callable[..., Shells], capfd: Any
 ):
-    machine = shells([once("sleep 0.1")], [LOST])
+    machine = shells([once("sleep 0.1")], [script])
     assert machine.hosts(restarts=None, outlives=outlives, grace_s=0.0).run() == code
     assert machine.started == [0, 1]
     assert capfd.readouterr().out == ""
-
-
-def test_the_others_go_on_without_one_that_was_told_to_leave(shells: Callable[..., Shells]):
-    machine = shells([once("sleep 0.1")], ["exit 143"])
-    assert machine.hosts(restarts=None, grace_s=0.0).run() == 0
-    assert machine.started == [0, 1]
 
 
 def test_nobody_is_started_again_once_the_run_is_trained(

@@ -202,15 +202,6 @@ def test_a_device_that_another_process_uses_is_told_of(
     assert command("--version").out.endswith("not available: the TPU is in use by process 7\n")
 
 
-def test_a_command_runs_under_the_one_name(folder: Path, command: Command):
-    shown = command("estimate-memory", "--config", "config.yaml")
-    assert shown.code == 0
-    assert "working" in shown.out
-    wrong = command("estimate-memory", "--config", "config.yaml", "--set", "model.depth=3")
-    assert wrong.code == 2
-    assert wrong.err.startswith("error: model.depth = 3: unknown key.")
-
-
 def test_commands_and_arguments_that_there_are_not_are_refused(command: Command):
     for words, told in (
         (("trian",), "invalid choice: 'trian'"),

@@ -213,42 +213,29 @@ def test_plans_that_mean_nothing_are_refused(
     assert not (folder / "run").exists()
 
 
+# The place of a host may come from the environment too.
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("place", "words"),
     [
-        (["--coordinator", "nowhere"], ["--coordinator"]),
-        (["--coordinator", "host:port", "--hosts", "2", "--host-id", "0"], ["host:port"]),
-        (["--coordinator", "127.0.0.1:1", "--hosts", "2"], ["--host-id"]),
-        (["--coordinator", "127.0.0.1:1", "--hosts", "2", "--host-id", "2"], ["--host-id = 2"]),
-        (["--coordinator", "127.0.0.1:1", "--hosts", "0", "--host-id", "0"], ["--hosts = 0"]),
-        (["--hosts", "2"], ["--coordinator"]),
+        ("--coordinator nowhere", "--coordinator"),
+        ("--coordinator host:port --hosts 2 --host-id 0", "host:port"),
+        ("--coordinator 127.0.0.1:1 --hosts 2", "--host-id"),
+        ("--coordinator 127.0.0.1:1 --hosts 2 --host-id 2", "--host-id = 2"),
+        ("--coordinator 127.0.0.1:1 --hosts 0 --host-id 0", "--hosts = 0"),
+        ("--hosts 2", "--coordinator"),
+        ({"HOSTS": "2"}, "is required with --hosts"),
+        ({"COORDINATOR": "127.0.0.1:1", "HOSTS": "2", "HOST_ID": "2"}, "--host-id = 2"),
+        ({"HOSTS": "two"}, "SKIPPIPE_HOSTS = 'two': must be a whole number"),
     ],
 )
 def test_hosts_that_make_no_cluster_are_refused(
-    arguments: list[str], words: list[str], folder: Path, command: Command
+    place: str | dict[str, str], words: str, folder: Path, command: Command, monkeypatch: Any
 ):
-    expect_one_error(command(*TRAIN, *arguments), *words)
-    assert not (folder / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"HOSTS": "2"}, ["--coordinator", "is required with --hosts"]),
-        ({"COORDINATOR": "127.0.0.1:1", "HOSTS": "2", "HOST_ID": "2"}, ["--host-id = 2"]),
-        ({"HOSTS": "two"}, ["SKIPPIPE_HOSTS = 'two'", "whole number"]),
-    ],
-)
-def test_the_place_of_a_host_may_come_from_the_environment(
-    variables: dict[str, str],
-    words: list[str],
-    folder: Path,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    for name, value in variables.items():
+    for name, value in {} if isinstance(place, str) else place.items():
         monkeypatch.setenv(f"SKIPPIPE_{name}", value)
-    expect_one_error(command(*TRAIN), *words)
+    arguments = place.split() if isinstance(place, str) else []
+    expect_one_error(command(*TRAIN, *arguments), words)
+    assert not (folder / "run").exists()
 
 
 ON_TWO_HOSTS = given("cluster.host_of_node=[0, 1, 0]")

@@ -104,9 +104,16 @@ def tokenizer_text(folder: Path) -> str:
         ("{{ messages[0].content }}", "contains no answer"),
         ("{{ ().__class__.__base__.__subclasses__() }}", "fails: access to attribute"),
         ("{% if %}", "is not valid"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}more{% endfor %}{% endfor %}",
+            "writes more than 1,000 characters",
+        ),
     ],
 )
-def test_a_template_that_cannot_be_followed_is_refused(with_template, template, problem):
+def test_a_template_that_cannot_be_followed_is_refused(
+    with_template, template, problem, monkeypatch
+):
+    monkeypatch.setattr(chat, "MOST_CHARACTERS", 1000)
     (with_template / "chat_template.jinja").write_text(template)
     with refusal(f"...{problem}"):
         tokenizer_text(with_template)
@@ -184,16 +191,6 @@ SAYS_ITSELF = """\
     {% endif %}
 {%- endfor %}
 """
-
-
-def test_a_template_that_writes_for_ever_is_refused(
-    with_template: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(chat, "MOST_CHARACTERS", 1000)
-    forever = "{% for i in range(99999) %}{% for j in range(99999) %}more{% endfor %}{% endfor %}"
-    (with_template / "chat_template.jinja").write_text(forever)
-    with pytest.raises(InputError, match="writes more than 1,000 characters"):
-        encode_conversation(conversation(MESSAGES), SOURCE, load_tokenizer(str(with_template)))
 
 
 def test_what_a_template_says_is_generated_is_learnt(with_template):

@@ -171,22 +171,19 @@ def test_a_part_shorter_than_a_sequence_is_named(tmp_path):
     ],
 )
 def test_a_domain_without_a_name_is_called_after_its_path(sources, names):
-    config = DataConfig(source="mixture", mixture=tuple(MixtureConfig(*one) for one in sources))
-    assert list(config.domains()) == names
+    mixture = [MixtureConfig(*one) for one in sources]
+    assert list(DataConfig(source="mixture", mixture=tuple(mixture)).domains()) == names
+    # A name that is given is nobody else's.
+    mixture.append(MixtureConfig("python", name=names[0]))
+    last = DataConfig(source="mixture", mixture=tuple(mixture)).domains()
+    assert last[-1] == names[0] != last[0]
 
 
 @pytest.mark.parametrize(("name", "problem"), [("books", "two domains"), ("", "must be text")])
 def test_a_wrong_name_is_refused(name, problem):
     sources = tuple(MixtureConfig("python", name=one) for one in ("books", name))
-    with pytest.raises(InputError, match=problem) as caught:
+    with refusal(f"data.mixture[1].name = ...{problem}"):
         DataConfig(source="mixture", mixture=sources)
-    assert caught.value.field == "data.mixture[1].name"
-
-
-def test_a_name_that_is_given_is_nobody_elses():
-    sources = (MixtureConfig("text", "books"), MixtureConfig("python", name="books"))
-    config = DataConfig(source="mixture", mixture=sources)
-    assert config.domains() == ("books-2", "books")
 
 
 @pytest.mark.parametrize("packing", ["windows", "documents"])

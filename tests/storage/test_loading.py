@@ -16,6 +16,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.storage.checkpoint import CheckpointItems, open_checkpoint
 from skippipe_jax.storage.loading import load_data_state, load_stage
+from tests.harness.messages import refusal
 from tests.storage.checkpoints import (
     LAYERS,
     OPTIMIZER,
@@ -46,12 +47,6 @@ def test_unusual_numbers_keep_their_bits(tmp_path):
     writer.save(1, CheckpointItems({0: state}), {})
     writer.close()
     assert_same(load_stage(open_checkpoint(tmp_path), (1,), 0, abstract(state)), state)
-
-
-def test_parameters_are_read_without_the_optimizer(two_checkpoints):
-    params = {"params": stage_state(101)["params"]}
-    checkpoint = open_checkpoint(two_checkpoints, 10)
-    assert_same(load_stage(checkpoint, LAYERS, 1, abstract(params)), params)
 
 
 def test_a_relative_run_folder(tmp_path, monkeypatch):
@@ -133,23 +128,17 @@ def test_only_stages_with_the_blocks_that_are_wanted_are_read(tmp_path):
         load_stage(checkpoint, (2, 3, 1), 2, abstract(expected))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda p: p | {"blocks": p["blocks"] | {"v": p["blocks"]["w"]}},
-            "blocks/v = 'no array of",
-        ),
-        (lambda p: {"blocks": p["blocks"]}, r"parameters/embedding = 'float32\[7, 4\]'"),
-        (lambda p: p | {"blocks": jax.tree.map(lambda x: x[..., :2], p["blocks"])}, r"\[3, 2\]"),
-    ],
-)
-def test_another_model_under_another_cut(tmp_path, change, message):
+def test_another_model_under_another_cut(tmp_path):
+    """`test_another_model` has the other differences."""
     state = model_state(5)
     checkpoint = write_model(tmp_path, state, (3, 2))
-    wanted = {"parameters": change(stage_of(state, (4, 1), 0)["parameters"])}
-    with pytest.raises(InputError, match=message):
-        load_stage(checkpoint, (4, 1), 0, abstract(wanted))
+    parameters = stage_of(state, (4, 1), 0)["parameters"]
+    for wanted, message in (
+        ({"blocks": parameters["blocks"]}, r"parameters/embedding = 'float32\[7, 4\]'"),
+        (jax.tree.map(lambda x: x[..., :2], parameters), r"'float32\[3, 4\]'.*float32\[3, 2\]"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_stage(checkpoint, (4, 1), 0, abstract({"parameters": wanted}))
 
 
 # Wrong input.
@@ -173,9 +162,8 @@ def test_every_damaged_file_is_named(run_dir):
     for path, change in zip(files, itertools.cycle([truncate, damage, os.remove])):
         intact = path.read_bytes()
         change(path)
-        with pytest.raises(InputError, match="previous checkpoint: step 10") as caught:
+        with refusal(f"{path} = ...previous checkpoint: step 10"):
             read_everything(run_dir)
-        assert caught.value.field == str(path)
         path.write_bytes(intact)
     read_everything(run_dir)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax import Run
@@ -19,6 +18,7 @@ from skippipe_jax.storage.checkpoint import open_checkpoint
 from skippipe_jax.storage.recording import recorded_steps
 from skippipe_jax.storage.run_dir import PLAN, RunDir
 from tests.harness import oracle
+from tests.harness.messages import refusal
 from tests.harness.partial_models import evaluate_run
 from tests.harness.training_runs import (
     SMALL_CASE,
@@ -159,7 +159,7 @@ def test_the_same_cut_in_other_words_changes_nothing(
     assert open_checkpoint(run).step == 2
 
 
-MORE = SMALL_CASE | {"microbatches_per_data_node": 3}
+MORE = SMALL_CASE | {"microbatches_per_data_node": 3}  # Of which the plan would be another.
 
 
 @pytest.mark.parametrize(
@@ -168,12 +168,8 @@ MORE = SMALL_CASE | {"microbatches_per_data_node": 3}
         (SMALL_CASE | {"stages": [1, 1, 1]}, {}, "model.layers"),
         (SMALL_CASE | {"nodes": 4}, {}, "case.stages"),
         (SMALL_CASE, {"model__stage_layers": [1, 1, 2]}, "model.stage_layers"),
-        (
-            SMALL_CASE | {"microbatches_per_data_node": 3},
-            {"model__ffn_width": 32},
-            "model.ffn_width",
-        ),
-        (SMALL_CASE | {"microbatches_per_data_node": 3}, {"seed": 1}, "seed"),
+        (MORE, {"model__ffn_width": 32}, "model.ffn_width"),
+        (MORE, {"seed": 1}, "seed"),
     ],
 )
 def test_a_move_that_cannot_be_leaves_the_run_as_it_is(
@@ -183,7 +179,6 @@ def test_a_move_that_cannot_be_leaves_the_run_as_it_is(
         return {path: path.read_bytes() for path in small.rglob("*") if path.is_file()}
 
     before = contents()
-    with pytest.raises(InputError) as caught:
+    with refusal(f"{field} = "):
         train_alone(load(small / "config.yaml", small / "run", 2, case, **changes), resume=True)
-    assert caught.value.field == field
     assert contents() == before

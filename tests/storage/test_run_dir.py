@@ -59,31 +59,23 @@ def test_a_host_that_was_stopped_adds_nothing_where_others_go_on(tmp_path: Path)
     assert steps_of(tmp_path / METRICS) == [1, 2, 3]
 
 
-def test_who_cannot_find_out_which_of_two_hosts_goes_on_may_try_again_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_who_cannot_find_out_which_of_two_hosts_goes_on_is_warned_and_may_try_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     two = Generation(2, (0, 1), (7, 8), 0, 20, placement=((0,), (1,)))
-    assert RunDir(tmp_path).supports_links()
+    _warn_of_missing_links(tmp_path)
+    assert capsys.readouterr().err == ""
     assert RunDir(tmp_path).propose(two) == two
 
     def link(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", link)
-    assert not RunDir(tmp_path).supports_links()
+    _warn_of_missing_links(tmp_path)
+    assert "a file system without hard links" in "".join(capsys.readouterr())
     assert not [path for path in tmp_path.iterdir() if path.is_file()]
     with pytest.raises(TemporaryError, match=r"run_dir = .*Operation not permitted"):
         RunDir(tmp_path).propose(replace(two, number=3))
-
-
-def test_hosts_are_warned_of_a_file_system_on_which_two_of_them_cannot_decide(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    _warn_of_missing_links(tmp_path)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(RunDir, "supports_links", lambda run: False)
-    _warn_of_missing_links(tmp_path)
-    assert "a file system without hard links" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -190,9 +182,14 @@ def assert_is_held(folder: Path) -> None:
 
 
 def test_a_folder_is_held_by_one_training_until_it_is_released(folder: Path):
-    with RunLock(folder) as first:
+    with RunLock(folder) as lock:
+        lock.share(START)
+        assert not folder.exists(), "a hold that is not taken is not shared"
+    with RunLock(folder) as first, RunLock(folder) as late:
         first.acquire()
         assert_is_held(folder)
+        with pytest.raises(TemporaryError, match="another training"):
+            late.acquire(START)  # A leader of a run that began before.
     assert not folder.exists(), "it was made for the hold, and is empty"
     with RunLock(folder) as second:
         second.acquire()
@@ -212,19 +209,6 @@ def test_a_run_holds_its_folder_whoever_of_its_hosts_leads(folder: Path):
         assert_is_held(folder)
     with RunLock(folder) as another:
         another.acquire()
-
-
-def test_a_leader_is_refused_where_another_training_has_begun_meanwhile(folder: Path):
-    with RunLock(folder) as another, RunLock(folder) as late:
-        another.acquire()
-        with pytest.raises(TemporaryError, match="another training"):
-            late.acquire(START)
-
-
-def test_a_hold_that_is_not_taken_is_not_shared(folder: Path):
-    with RunLock(folder) as lock:
-        lock.share(START)
-        assert not folder.exists()
 
 
 @pytest.mark.parametrize("folder", ["no locks"], indirect=True)
