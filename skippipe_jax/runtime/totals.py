@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from skippipe_jax.runtime.reduction import sum_over_nodes
+from skippipe_jax.runtime.reduction import sum_of_trees, sum_over_nodes
 from skippipe_jax.runtime.spread import single
 from skippipe_jax.runtime.stage_functions import STOP, TOTALS, Gauge, Totals
 from skippipe_jax.runtime.topology import Topology
@@ -76,14 +76,21 @@ def add_up(
 
 
 def sum_by_collective(topology: Topology, local: Float[Array, " all"]) -> Float[Array, " all"]:
-    """Sum over all hosts, which call this together, by a collective."""
+    """Sum over all hosts, which call this together, in their order as an elastic run does."""
     here, of_hosts = single(topology.host_device), map(topology.device, topology.first_nodes)
-    return sum_over_nodes([*map(single, of_hosts)], {here: local})[here]
+    # A collective may add in another order, but all it adds to the row of a host is zeros.
+    rows = _row(local, topology.host, len(topology.hosts))
+    return sum_of_trees([*sum_over_nodes([*map(single, of_hosts)], {here: rows})[here]])
 
 
 def apart(summed: Float[Array, " all"], nodes: int) -> Sums:
     """Split the summed vector of a run with `nodes` nodes."""
     return Sums(*_apart(summed, nodes))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _row(local: Array, host: int, hosts: int) -> Array:
+    return jnp.zeros((hosts, *local.shape), local.dtype).at[host].set(local)
 
 
 @partial(jax.jit, static_argnums=1)

@@ -65,6 +65,7 @@ def test_who_comes_is_placed_when_a_generation_is_named_and_known_to_be_before(t
     assert covers(rules, PLAN.stages, everybody)
     assert not covers(rules, PLAN.stages, everybody | {5}), "it serves nothing"
     placed = rules.placed(PLAN.stages, everybody | {5}, {5}, ())
+    assert placed is not None
     assert placed == ((0, 1), (2, 3, 5))
     assert covers(rules, placed, everybody | {5})
     assert all(map(rules.fits, (PLAN.stages, placed)))
