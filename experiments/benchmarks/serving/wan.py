@@ -361,6 +361,7 @@ def measured_on_one_host(folder: Path, sequences: int, tokens: int, turns: int) 
         "seconds_per_token": {name: statistics.median(own) for name, own in each.items()},
         "one_slot_to_generate": ratio(each["one_slot_s"], each["generate_s"]),
         "many_slots_to_generate": ratio(each["many_slots_s"], each["generate_s"]),
+        "times_as_many_as_generate": sequences * ratio(each["generate_s"], each["together_s"]),
         "times_as_many_together": sequences * ratio(each["many_slots_s"], each["together_s"]),
         "times_as_many_as_one_slot": sequences * ratio(each["one_slot_s"], each["together_s"]),
         "turns": found,
@@ -439,6 +440,7 @@ def table(report: Mapping[str, Any]) -> str:
         times = {
             "seconds per token, one slot, to generate": "one_slot_to_generate",
             f"seconds per token, one of {count} slots, to generate": "many_slots_to_generate",
+            f"{count} sequences, times as many tokens as generate": "times_as_many_as_generate",
             f"{count} sequences, times as many tokens as one": "times_as_many_together",
             f"{count} sequences, times as many as with one slot": "times_as_many_as_one_slot",
         }
