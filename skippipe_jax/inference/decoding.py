@@ -37,6 +37,7 @@ from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.models.llama import (
     Block,
     DataStage,
+    Rotations,
     Stage,
     StageStructure,
     precise,
@@ -55,14 +56,15 @@ PREFILL_TOKENS = 128
 """The most tokens of a prompt that run through the stages at once."""
 ROWS_FACTOR = 4
 """Factor between the numbers of slots that one program may run: 1, 4, 16, ..., or all."""
-FIRST_PAGE = 128
+FIRST_PAGE = 64
 """Positions of the first page of a cache; each later page has as many as all before it."""
 
 
 class KVPage(NamedTuple):
     """Keys and values of a stage at consecutive positions of every slot.
 
-    Attention reads whole pages: XLA would copy a part of a longer array in each step.
+    Attention reads whole pages: XLA would copy a part of a longer array in each step. On a CPU
+    several pages are read at once, by one thread each.
     """
 
     keys: Float[Array, "layer slot kv_heads page head_width"]
@@ -345,6 +347,8 @@ def run_stage(
     if isinstance(stage, DataStage):
         x = stage.embedding[...][x].astype(stage.config.compute_dtype)
     structure, parameters = nnx.split(stage.blocks)
+    # Without the barrier XLA computes sines and cosines again for each layer and head.
+    by = jax.lax.optimization_barrier(rotations(stage.config, positions))
 
     def run_block(
         carry: tuple[Array, list[KVPage]], block_inputs: tuple[Array, Any, Array | None]
@@ -352,7 +356,7 @@ def run_stage(
         (x, cache), (layer, block_parameters, factors) = carry, block_inputs
         block: Block = nnx.merge(structure, block_parameters)
         normed = block.attention_norm(x)
-        added, cache = attend(block, normed, cache, layer, positions, slot)
+        added, cache = attend(block, normed, cache, layer, by, positions, slot)
         x = x + times(added, factors, 0)
         return (x + times(block.feed_forward(block.ffn_norm(x)), factors, 1), cache), None
 
@@ -373,11 +377,12 @@ def attend(
     x: Float[Array, "row time width"],
     cache: list[KVPage],
     layer: Int[Array, ""],
+    by: Rotations,
     positions: Int[Array, "row time"],
     slot: Int[Array, ""] | None,
 ) -> tuple[Float[Array, "row time width"], list[KVPage]]:
     """Causal attention of tokens to all positions of their slots that the cache has pages for."""
-    query, key, value = block.project(x, rotations(block.config, positions))
+    query, key, value = block.project(x, by)
     rows = jnp.arange(len(x))[:, None] if slot is None else slot
     sizes = [page.keys.shape[-2] for page in cache]
     ends = np.cumsum(sizes).tolist()
