@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from skippipe_jax.runtime.reduction import sum_of_trees, sum_over_nodes
+from skippipe_jax.runtime.reduction import sum_over_nodes
 from skippipe_jax.runtime.spread import single
 from skippipe_jax.runtime.stage_functions import STOP, TOTALS, Gauge, Totals
 from skippipe_jax.runtime.topology import Topology
@@ -77,10 +77,13 @@ def add_up(
 
 def sum_by_collective(topology: Topology, local: Float[Array, " all"]) -> Float[Array, " all"]:
     """Sum over all hosts, which call this together, in their order as an elastic run does."""
+    hosts = len(topology.hosts)
+    if hosts == 1:
+        return local
     here, of_hosts = single(topology.host_device), map(topology.device, topology.first_nodes)
     # A collective may add in another order, but all it adds to the row of a host is zeros.
-    rows = _row(local, topology.host, len(topology.hosts))
-    return sum_of_trees([*sum_over_nodes([*map(single, of_hosts)], {here: rows})[here]])
+    rows = _in_row(local, topology.host, hosts)
+    return _sum_of_rows(sum_over_nodes([*map(single, of_hosts)], {here: rows})[here])
 
 
 def apart(summed: Float[Array, " all"], nodes: int) -> Sums:
@@ -89,8 +92,13 @@ def apart(summed: Float[Array, " all"], nodes: int) -> Sums:
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _row(local: Array, host: int, hosts: int) -> Array:
+def _in_row(local: Array, host: int, hosts: int) -> Array:
     return jnp.zeros((hosts, *local.shape), local.dtype).at[host].set(local)
+
+
+@jax.jit
+def _sum_of_rows(rows: Array) -> Array:
+    return sum(rows[1:], start=rows[0])
 
 
 @partial(jax.jit, static_argnums=1)
