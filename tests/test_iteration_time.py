@@ -70,7 +70,7 @@ def test_committed_figures_are_those_of_the_committed_plans():
 
 
 def common(old: Any, new: Any) -> Any:
-    """Of older figures what newer ones have too: some are not written any more."""
+    """Return the entries of older figures that newer ones have too; some are no longer written."""
     if isinstance(new, dict):
         return {key: common(old[key], value) for key, value in new.items()}
     return old

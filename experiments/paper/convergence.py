@@ -94,7 +94,7 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
 
 
 def figures_of(found: dict[str, list[Summary]]) -> dict[str, Any]:
-    """What is drawn, of the summaries of each arm's seeds."""
+    """Return what is drawn, from the summaries of each arm's seeds."""
     found = {arm: found[arm] for arm in ARMS}
     losses = {arm: [seed.loss for seed in seeds] for arm, seeds in found.items()}
     scaled = {arm: [seed.loss_scaled for seed in seeds] for arm, seeds in found.items()}

@@ -49,7 +49,7 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
 
 
 def figures_of(found: dict[str, list[Summary]]) -> dict[str, Any]:
-    """What is drawn, of the summaries of each arm's seeds."""
+    """Return what is drawn, from the summaries of each arm's seeds."""
     smaller = {arm: [math.exp(seed.loss) for seed in found[arm]] for arm in SMALLER}
     found = {arm: found[arm] for arm in WHOLE}
     return {

@@ -55,7 +55,7 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
 def figures_of(
     found: dict[str, list[Summary]], seconds: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
-    """What is drawn, of the summaries of each arm's seeds, and seconds by network and plan."""
+    """Return what is drawn, from summaries of each arm's seeds and seconds by network and plan."""
     [control] = {seed.steps for seed in found["full"]}
     alike = {name: found[name] for name in ("full", *OTHERS)}
     return {

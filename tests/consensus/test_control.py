@@ -23,7 +23,7 @@ FIRST = Generation(1, (0, 1), (7, 7), 0, 4, placement=((0, 1),))
 def test_a_host_shows_that_it_lives_while_storage_fails_and_hangs(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """Of two hosts one is lost. Storage is to decide on what follows."""
+    """Lose one of two hosts, so that storage has to decide on the next generation."""
     monkeypatch.setattr(control, "TICK_S", 0.01)
     monkeypatch.setattr(control, "STORES_AGAIN_S", 0.0)
     asks = list[Generation]()

@@ -183,7 +183,7 @@ def average(
     pick: random.Random,
     spreads: Sequence[NodeSharding | None] | None = None,
 ) -> list[Any]:
-    """What every replica ends with."""
+    """Return the sum that every replica ends with."""
     spreads = spreads or [None] * len(own)
     parts = [
         RingPart(ring, node, tree, jnp.dtype(dtype), here)
