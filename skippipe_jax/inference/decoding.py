@@ -246,14 +246,14 @@ class StageExecutor(Decoder):
 
     def warm_up_steps(self) -> Iterator[Step]:
         """Yield a step for each program that sequences may need."""
-        for position in (end - 1 for end in self._page_ends):
-            for time in _powers(MIN_LENGTH, PREFILL_TOKENS):
+        for end in self._page_ends:
+            for time in _powers(MIN_LENGTH, min(end, PREFILL_TOKENS)):
                 positions = np.full((1, time), self.length, np.int32)
-                positions[0, 0] = position
+                positions[0, 0] = end - 1
                 yield Step(np.zeros((1, time), np.int32), positions, 0)
             for rows in batch_sizes(self.slots):
                 positions = np.full((rows, 1), self.length, np.int32)
-                positions[0] = position
+                positions[0] = end - 1
                 yield Step(np.zeros((rows, 1), np.int32), positions)
 
     def warm_up(self) -> None:

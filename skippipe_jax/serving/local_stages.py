@@ -43,6 +43,11 @@ class Slots:
         return of_token * itemsize * self.groups * self.each * self.length
 
 
+# Compiled once for all codecs of a process: a format is equal to another with the same values.
+_pack = jax.jit(WireFormat.pack, static_argnums=0)
+_unpack = jax.jit(WireFormat.unpack, static_argnums=0)
+
+
 class ActivationCodec:
     """Packing of activations for transfers between the hosts of a service."""
 
@@ -51,16 +56,15 @@ class ActivationCodec:
         dtype = dtype or model.compute_dtype
         # One format serves activations of all shapes: they are packed token by token.
         of_token = jax.ShapeDtypeStruct((1, 1, model.width), model.compute_dtype)
-        format = WireFormat(of_token, dtype, model.width)
-        self._pack, self._unpack = jax.jit(format.pack), jax.jit(format.unpack)
+        self._format = WireFormat(of_token, dtype, model.width)
 
     def packed(self, x: Float[Array, "row time width"]) -> np.ndarray:
         """Return the packed activation for the transfer."""
-        return np.asarray(self._pack(x))
+        return np.asarray(_pack(self._format, x))
 
     def unpacked(self, travelled: np.ndarray, place: Sharding) -> Float[Array, "row time width"]:
         """Return a received activation on a device."""
-        return self._unpack(jax.device_put(travelled, place))
+        return _unpack(self._format, jax.device_put(travelled, place))
 
 
 class LocalStages:

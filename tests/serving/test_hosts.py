@@ -121,15 +121,15 @@ def alone(model: StagedModel, count: int, order: tuple[int, ...] = (0, 1, 2, 3))
 def test_sequences_are_those_of_one_device(
     count: int, has_weights: bool, source: ModelSource, model: StagedModel
 ):
-    orders = [None, (0, 2), (0,), (0, 1, 2, 3), (0, 1, 3)]
+    orders = [None, (0, 1, 3), (0,)]
     asked = [
         ([256, *text.encode()], order, Sampling(temperature, 0.9, seed))
         for seed, text in enumerate(("a", "four words of text", "x" * 40))
         for order in orders
         for temperature in (0.0, 0.8)
     ]
-    expected = [model.generate(prompt, 20, order, how) for prompt, order, how in asked]
-    requests = [DecodeRequest(prompt, 20, how, stages=order) for prompt, order, how in asked]
+    expected = [model.generate(prompt, 15, order, how) for prompt, order, how in asked]
+    requests = [DecodeRequest(prompt, 15, how, stages=order) for prompt, order, how in asked]
     with service(source, count, slots=Slots(2, 2, 64), has_weights=has_weights) as own:
 
         def decode(group: int) -> Any:

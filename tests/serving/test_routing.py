@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.serving.case import FRONT
 
@@ -77,6 +77,7 @@ def test_each_host_gets_as_many_stages_as_it_may_hold():
     assert {*everywhere.values()} == {(0, 1, 2, 3), (1, 2, 3)}
 
 
+@settings(max_examples=15)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 4))
 def test_the_front_keeps_what_it_has(most: list[int], groups: int):
     held = {FRONT: (0, 2), **{host: () for host in range(1, len(most) + 1)}}
