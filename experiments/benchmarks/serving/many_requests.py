@@ -45,7 +45,8 @@ def requests_of(count: int) -> dict[str, list[Instance]]:
     random = np.random.default_rng(0)
 
     def text(least: int, most: int) -> str:
-        return bytes(random.integers(97, 123, random.integers(least, most + 1))).decode()
+        letters = random.integers(97, 123, random.integers(least, most + 1), np.uint8)
+        return letters.tobytes().decode()
 
     generated = {"until": [], "max_gen_toks": NEW_TOKENS}
     asked: dict[Any, Callable[[], tuple[Any, ...]]] = {
