@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -13,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from skippipe_jax.consensus.decisions import _asked, advance, first_state
 from skippipe_jax.consensus.generations import (
