@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec import structs
 
 from skippipe_jax.consensus.decisions import _asked, advance, first_state
 from skippipe_jax.consensus.generations import (
@@ -31,7 +32,6 @@ from skippipe_jax.consensus.generations import (
     Promise,
     RebuiltStage,
     Received,
-    Rules,
     Send,
     Standing,
     State,
@@ -39,6 +39,7 @@ from skippipe_jax.consensus.generations import (
     Tick,
     Writes,
 )
+from tests.consensus import exploration
 from tests.harness.json_values import damaged, json_values
 
 HOSTS, NODES, STAGES = 3, 6, 2
@@ -167,10 +168,6 @@ def fits(placement: Any) -> bool:
     return len(placement) == STAGES and nodes == [*range(NODES)]
 
 
-def add_up(totals: Mapping[int, Any]) -> tuple[float, ...]:
-    return tuple(map(sum, zip(*totals.values(), strict=True)))
-
-
 def remakes(held: HostsOfStages, copies: Mapping[int, Any], step: int) -> tuple[RebuiltStage, ...]:
     """The first host that has promised makes what is lost from what it has itself."""
     del copies
@@ -180,13 +177,8 @@ def remakes(held: HostsOfStages, copies: Mapping[int, Any], step: int) -> tuple[
     )
 
 
-RULES = Rules(
-    host_of=(0, 1, 2, 0, 1, 2),
-    stages=STAGES,
-    placed=lambda placement, *_: placement,
-    add_up=add_up,
-    fits=fits,
-    remakes=remakes,
+RULES = replace(
+    exploration.RULES, host_of=(0, 1, 2, 0, 1, 2), stages=STAGES, fits=fits, remakes=remakes
 )
 PLACEMENT = ((0, 1, 2), (3, 4, 5))
 FIRST = Generation(1, (0, 1, 2), (0, 1, 2), 0, 0, placement=PLACEMENT, start=7)
@@ -288,7 +280,7 @@ def test_a_host_that_refuses_a_ballot_still_says_whom_it_misses():
 def test_a_host_that_refuses_its_own_ballot_does_not_complain():
     state = first_state(0, RULES, FIRST, 0)
     state, _ = advance(state, Presence(2, is_there=False))
-    state = replace(state, promised=(5, 1))
+    state = structs.replace(state, promised=(5, 1))
     assert _asked(state, 0, Ask(2, (3, 0), None)) == (state, [])
 
 
