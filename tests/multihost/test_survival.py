@@ -25,7 +25,6 @@ from skippipe_jax.storage.checkpoint import (
     step_name,
 )
 from skippipe_jax.storage.run_dir import GENERATIONS, METRICS, RunDir
-from tests.harness.ports import free_block
 from tests.harness.processes import started_processes
 from tests.harness.training_hosts import CASE, PACED, PATIENCE_S, TRAIN, TrainingHosts
 from tests.harness.training_runs import (
@@ -382,19 +381,3 @@ def test_where_all_are_told_to_leave_the_run_ends_with_a_checkpoint(
     losses = [line["loss"] for line in sp.Run(run.run_dir).metrics]
     others = [line["loss"] for line in sp.Run(undisturbed).metrics]
     np.testing.assert_allclose(losses, others[:step], rtol=2e-5)
-
-
-@pytest.mark.nightly
-def test_too_few_hosts_wait_for_the_others_and_then_end(begin: Begin):
-    """First one is lost, and all go on, on the same ports; then most of those that are left."""
-    run = begin(*settings(cluster__transfer_port=free_block(), cluster__rejoin_s=3.0))
-    run.wait_until_step(3)
-    run.signal(3, signal.SIGKILL)
-    run.wait_until_members(0, 1, 2)
-    run.wait_for_steps(3)
-    # So that no two of the three go on between the two blows.
-    run.signal(2, signal.SIGSTOP)
-    run.signal(1, signal.SIGKILL)
-    run.signal(2, signal.SIGKILL)
-    run.ends_with(LOST_HOST_EXIT_CODE, 0)
-    assert "no majority of hosts within cluster.rejoin_s = 3 s" in run.output(0)
