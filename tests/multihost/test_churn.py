@@ -1,4 +1,4 @@
-"""The benchmark `churn`, small: a run is struck by each fault, and goes on as it should."""
+"""The benchmark `churn`, small: each of seven faults strikes a run, which goes on as it should."""
 
 import json
 import os

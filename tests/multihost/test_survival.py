@@ -129,11 +129,11 @@ def test_a_run_outlives_hosts_and_its_leader_and_a_machine_without_the_folder_jo
     # Where the text lies is no matter for a place without a data node.
     run.join(3, 1, own, data__path=own / "nowhere")
     run.wait_until_members(0, 1, 2, 3)
-    run.wait_for_steps(2)
+    run.wait_for_steps(1)
     with_one_joined = told_to_observer(run, address)
     run.signal(2, signal.SIGKILL)
     run.wait_until_members(0, 1, 3)
-    run.wait_for_steps(2)
+    run.wait_for_steps(1)
     run.signal(0, signal.SIGKILL)
     run.ends_well(1, 3)
     assert with_one_lost["stages"] == [[0, 1], [2]]
