@@ -13,6 +13,7 @@ peer is gone.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import secrets
@@ -43,7 +44,7 @@ from skippipe_jax.cluster.inbox import NOBODY, Counted, Inbox
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.cluster.status import status_of
 from skippipe_jax.config import ClusterConfig
-from skippipe_jax.connections import clock, jax_runtime
+from skippipe_jax.connections import jax_runtime
 from skippipe_jax.connections.addresses import join_address, require_free
 from skippipe_jax.connections.hello import NUMBER_BITS, Hello
 from skippipe_jax.connections.join_server import JoinServer
@@ -72,6 +73,9 @@ T = TypeVar("T")
 ANSWERS_S = 10.0
 """Seconds that the event loop may take for a call from another thread, beyond its own waiting."""
 
+
+CLOCK_EXCHANGES, CLOCK_S = 8, 0.5
+"""Maximum number of exchanges that compare two clocks, and maximum time for them in seconds."""
 
 NO_GENERATION = Generation(0, (), (), 0, 0)
 """Generation of a group with fixed hosts: no host lacks a state, and no stage is lost."""
@@ -194,11 +198,17 @@ class Group:
         if self.index == 0:
             return 0.0
         own, leader, number = self._membership, self.hosts[0], self.generation.number
-        timeout_s = own.config.connect_timeout_s
-        return clock.offset_s(
-            lambda sent: own.send(leader, "clock", sent),
-            lambda: own.inbox.take(clock.key(leader), timeout_s, leader, number),
-        )
+        timeout_s, began_s = own.config.connect_timeout_s, time.monotonic()
+        samples: list[tuple[float, float]] = []
+        while True:
+            own.send(leader, "clock", time.monotonic())
+            answer = own.inbox.take(f"clock/{leader}", timeout_s, leader, number)
+            samples.append(tuple(json.loads(answer)))
+            # The fastest exchange is the most exact.
+            shortest_s, offset_s = min(samples)
+            is_late = time.monotonic() - began_s + shortest_s > CLOCK_S
+            if len(samples) == CLOCK_EXCHANGES or is_late:
+                return offset_s
 
     @property
     def has_ended(self) -> bool:
@@ -565,8 +575,10 @@ class Membership(Group):
             case ["clock", float(sent)] if math.isfinite(sent):
                 self._mesh.send(source, "clock", sent, time.time())
             case ["clock", float(sent), float(theirs)] if math.isfinite(sent + theirs):
-                answered = clock.answered(sent, theirs)
-                self.inbox.post(source, self.generation_number, clock.key(source), answered)
+                # Cristian's algorithm: the peer read its clock half a round trip ago.
+                round_trip_s = time.monotonic() - sent
+                sample = json.dumps([round_trip_s, theirs + round_trip_s / 2 - time.time()])
+                self.inbox.post(source, self.generation_number, f"clock/{source}", sample)
             case ["verdict", int(culprit), str(text), int(code)] if code in CODES_OF_PEERS:
                 return self._receive_verdict(source, culprit, text[:REASON_CHARACTERS], code)
             case ["control", list(given)]:

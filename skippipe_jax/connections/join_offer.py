@@ -125,15 +125,6 @@ class JoinOffer(msgspec.Struct, frozen=True):
         return offer
 
 
-class Files:
-    """Files that joiners fetch.
-
-    Attributes:
-        told: their descriptions, as a join offer has them.
-        contents: their contents, in the same order.
-    """
-
-    def __init__(self, contents: Mapping[str, bytes]):
-        """Hold files with these names and contents."""
-        self.told = tuple(File.of(name, content) for name, content in contents.items())
-        self.contents = [*contents.values()]
+def describe_files(contents: Mapping[str, bytes]) -> tuple[File, ...]:
+    """Return the descriptions of files with these names and contents."""
+    return tuple(File.of(name, content) for name, content in contents.items())

@@ -20,7 +20,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.directory import Directory
 from skippipe_jax.connections.hello import PROTOCOL, Hello, Texts, other_protocol
-from skippipe_jax.connections.join_offer import Files, JoinOffer
+from skippipe_jax.connections.join_offer import JoinOffer
 from skippipe_jax.connections.link_probe import MOST_QUESTIONS, SIZES, answer
 from skippipe_jax.connections.links import HELLO_S, Link
 from skippipe_jax.connections.status import RunStatus
@@ -90,8 +90,9 @@ OBSERVED = ("skippipe-jax",)
 """Packages of which an observer needs the run's version; not JAX, as it computes nothing."""
 
 
-MakeOffer = Callable[[Hello, dict[int, str], Collection[int]], tuple[JoinOffer, Files]]
-"""Function (own hello, addresses of all hosts, ids of free places) -> join offer, and its files.
+MakeOffer = Callable[[Hello, dict[int, str], Collection[int]], tuple[JoinOffer, Sequence[bytes]]]
+"""Function (own hello, addresses of all hosts, ids of free places) -> join offer, and the contents
+of its files in their order.
 
 It runs in a thread of its own, as it may block on storage."""
 
@@ -154,14 +155,14 @@ async def _serve_joiner(
     given = own, directory.addresses | {own.host: own.address}, free
     loop = asyncio.get_running_loop()
     try:
-        offer, files = await loop.run_in_executor(DaemonThreads(), make_offer, *given)
+        offer, contents = await loop.run_in_executor(DaemonThreads(), make_offer, *given)
     except InputError as error:  # The run directory may return, or other hosts have it.
         return TemporaryError(error.field, error.value, error.problem, error.remedy)
     link.send("offer", offer)
-    for _ in range(len(files.told) + MOST_QUESTIONS):
+    for _ in range(len(contents) + MOST_QUESTIONS):
         match await link.heard(ASKS_S):
-            case ["file", int(number)] if 0 <= number < len(files.contents):
-                content = files.contents[number]
+            case ["file", int(number)] if 0 <= number < len(contents):
+                content = contents[number]
                 for start in range(0, len(content), PIECE_BYTES):
                     link.write(content[start : start + PIECE_BYTES])
                     if not await link.drained(ASKS_S):

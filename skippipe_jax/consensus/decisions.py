@@ -23,8 +23,10 @@ Messages may be lost, late or duplicated: on `Tick`, missing ones are sent again
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from typing import Any
+
+from msgspec.structs import replace
 
 from skippipe_jax.consensus.generations import (
     NO_BALLOT,
@@ -106,7 +108,7 @@ def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
             if number != state.number or not state.takes_part:
                 return state, []  # The next generation detects it again.
             assert state.generation is not None, "a member's"
-            generation = replace(state.generation, step=step)
+            generation = dataclasses.replace(state.generation, step=step)
             standing = replace(state.standing, applied=step, saved=step)
             return replace(state, generation=generation, standing=standing), []
         case Abandoned(number):

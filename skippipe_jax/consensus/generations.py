@@ -132,8 +132,7 @@ class Generation:
         return (host, process) in zip(self.members, self.processes, strict=True)
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """Training progress of a host.
 
     Attributes:
@@ -150,7 +149,7 @@ class Standing:
     holds_next: bool = False
     saved: Number = 0
     holds: Numbers = ()
-    copies: Copies = field(default=(), kw_only=True)
+    copies: Copies = ()
 
 
 # Messages between hosts. `number` is the number of the generation that a message is about.
@@ -238,24 +237,21 @@ Message = Ask | Promise | Accepted | Decided | Beat | Contribution | Counts
 # Events.
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """Message from another host."""
 
     source: int
     message: Message
 
 
-@dataclass(frozen=True)
-class Presence:
+class Presence(msgspec.Struct, frozen=True):
     """Report that a host is present, or suspected: silent for too long, or its process gone."""
 
     host: int
     is_there: bool
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """Report that this host holds the averaged gradients of the next step.
 
     Attributes:
@@ -272,15 +268,13 @@ class Held:
     copies: Copies = ()
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(msgspec.Struct, frozen=True):
     """Report that the checkpoint of a step is complete."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class RolledBack:
+class RolledBack(msgspec.Struct, frozen=True):
     """Report that all members of generation `number` go back to a `step` before its own.
 
     They have detected together, before its first step, that a later checkpoint is damaged.
@@ -290,37 +284,31 @@ class RolledBack:
     step: int
 
 
-@dataclass(frozen=True)
-class Abandoned:
+class Abandoned(msgspec.Struct, frozen=True):
     """Report that this host takes no further part in generation `number`: transfers failed."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """Next generation that the storage holds, after this host has tried to write one."""
 
     generation: Generation
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Timer event: messages that may have been lost are sent again."""
 
 
-@dataclass(frozen=True)
-class Told:
+class Told(msgspec.Struct, frozen=True):
     """Request that this host leave the run."""
 
 
-@dataclass(frozen=True)
-class TextMissing:
+class TextMissing(msgspec.Struct, frozen=True):
     """Report that this host does not have the run's training text, or has another one."""
 
 
-@dataclass(frozen=True)
-class PlanRequest:
+class PlanRequest(msgspec.Struct, frozen=True):
     """Request to follow generation `number` by a placement, with the plan of digest `plan`.
 
     The leader proposes it after a committed step.
@@ -349,38 +337,33 @@ Event = (
 # Effects.
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Message to send to a host; it may be lost."""
 
     target: int
     message: Message
 
 
-@dataclass(frozen=True)
-class Apply:
+class Apply(msgspec.Struct, frozen=True):
     """Step to apply, with the sum of the totals of all members."""
 
     step: int
     outcome: Any
 
 
-@dataclass(frozen=True)
-class Enter:
+class Enter(msgspec.Struct, frozen=True):
     """Generation to enter; the last one has ended."""
 
     generation: Generation
 
 
-@dataclass(frozen=True)
-class NotMember:
+class NotMember(msgspec.Struct, frozen=True):
     """Generation of which this host is not a member; it asks to join the next one."""
 
     generation: Generation
 
 
-@dataclass(frozen=True)
-class Writes:
+class Writes(msgspec.Struct, frozen=True):
     """Generation to write where only the first write succeeds; `Stored` reports what is there."""
 
     generation: Generation
@@ -450,8 +433,7 @@ class Rules:
         return [among.intersection(self.host_of[node] for node in nodes) for nodes in placement]
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(msgspec.Struct, frozen=True):
     """Proposal of a host for the next generation.
 
     Attributes:
@@ -464,7 +446,7 @@ class Proposal:
 
     ballot: Ballot
     without: frozenset[int] = frozenset()
-    promises: Mapping[int, Promise] = field(default_factory=dict)
+    promises: Mapping[int, Promise] = msgspec.field(default_factory=dict)
     generation: Generation | None = None
     accepted_by: frozenset[int] = frozenset()
 
@@ -513,8 +495,7 @@ def has_broken_link(complaints: Complaints, host: int, others: Collection[int]) 
     return any((host, other) in complaints or (other, host) in complaints for other in others)
 
 
-@dataclass(frozen=True)
-class State:
+class State(msgspec.Struct, frozen=True):
     """State of the consensus on a host.
 
     Attributes:
@@ -546,17 +527,17 @@ class State:
     is_member: bool = False
     standing: Standing = Standing(0)
     totals: Any = None
-    heard: Mapping[int, Any] = field(default_factory=dict)
+    heard: Mapping[int, Any] = msgspec.field(default_factory=dict)
     promised: Ballot = NO_BALLOT
     accepted: tuple[Ballot, Generation] | None = None
     proposal: Proposal | None = None
     highest: Ballot = NO_BALLOT
     suspected: frozenset[int] = frozenset()
-    waiting: Mapping[int, int] = field(default_factory=dict)
+    waiting: Mapping[int, int] = msgspec.field(default_factory=dict)
     apart: frozenset[int] = frozenset()
     textless: frozenset[int] = frozenset()
-    complaints: Complaints = field(default_factory=dict)
-    leaving: Mapping[int, int] = field(default_factory=dict)
+    complaints: Complaints = msgspec.field(default_factory=dict)
+    leaving: Mapping[int, int] = msgspec.field(default_factory=dict)
     wish: PlanRequest | None = None
 
     @property

@@ -17,12 +17,12 @@ def test_hosts_go_on_together_whatever_happened(seed: int, monkeypatch: pytest.M
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("first", range(0, 50, 25))
+@pytest.mark.parametrize("first", range(0, 50, 10))
 def test_hosts_go_on_together_fifty_times(first: int, monkeypatch: pytest.MonkeyPatch):
     settled = [
-        simulate(monkeypatch, seed, faults=40).settled_s for seed in range(first, first + 25)
+        simulate(monkeypatch, seed, faults=30).settled_s for seed in range(first, first + 10)
     ]
-    assert sum(map(bool, settled)) > 12, "most go on, rather than end with too few left"
+    assert sum(map(bool, settled)) > 4, "most go on, rather than end with too few left"
 
 
 @pytest.mark.slow

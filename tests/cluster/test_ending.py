@@ -1,4 +1,7 @@
-"""What a host says that ends: why, by which code, and from where to resume."""
+"""What a host says that ends: why, by which code, and from where to resume.
+
+It ends for another host only by an error that can come from one, and waits to learn whether it did.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import errno
 import os
 import threading
 
+import jax
 import pytest
 from skippipe_sched.errors import (
     INPUT_ERROR_EXIT_CODE,
@@ -18,10 +22,15 @@ from skippipe_sched.errors import (
 )
 
 from skippipe_jax.cluster import ending, joining, membership
-from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, RunFailed, exit_decision
+from skippipe_jax.cluster.ending import (
+    LOST_HOST_EXIT_CODE,
+    RunFailed,
+    exit_decision,
+    may_be_caused_by_peer,
+)
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
-from skippipe_jax.errors import PeerTimeout
+from skippipe_jax.errors import PeerFailed, PeerTimeout
 
 WORDS = "Resume from step 7."
 
@@ -146,3 +155,37 @@ def test_how_a_host_ends_and_what_its_peers_make_of_it(
     assert bool(decision.sentence) == bool(sentence)
     # Whatever ends a host that has joined a run ends no other.
     assert exit_decision(error, is_training=is_training, joined=True)[:2] == (code, 75)
+
+
+ILLEGAL = "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"
+
+
+def following(error: BaseException, cause: Exception) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (jax.errors.JaxRuntimeError("INTERNAL: the peer closed the connection"), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+        # Nobody need wait to learn that the device of this host has failed.
+        (jax.errors.JaxRuntimeError(f"INTERNAL: Failed to launch a kernel: {ILLEGAL}"), False),
+        (jax.errors.JaxRuntimeError("INTERNAL: CUDNN_STATUS_EXECUTION_FAILED"), False),
+        (jax.errors.JaxRuntimeError("INTERNAL: hipErrorLaunchFailure"), False),
+        (jax.errors.JaxRuntimeError(f"INTERNAL: NCCL operation has failed: {ILLEGAL}"), True),
+        (ValueError("UNKNOWN: Gloo all-reduce failed"), True),
+        (ConnectionResetError(), True),
+        (PeerTimeout("waited in vain"), True),
+        # The other host raises the error itself, and its verdict gives the reason.
+        (PeerFailed("host 0 failed at 'run'"), True),
+        (following(RuntimeError("the checkpoint was not committed"), PeerFailed("host 1")), True),
+        (RuntimeError("mine"), False),
+        # Ctrl-C, whatever was going on when it came.
+        (following(KeyboardInterrupt(), TimeoutError("waited")), False),
+        (InputError("plan.case", None, "missing", "Give one"), False),
+    ],
+)
+def test_what_may_stem_from_a_peer(error: BaseException, expected: bool):
+    assert may_be_caused_by_peer(error) == expected

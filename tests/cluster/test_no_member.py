@@ -19,17 +19,12 @@ from skippipe_jax.config.cluster import JoinConfig
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import Hello
 from skippipe_jax.connections.links import Link, reach
-from skippipe_jax.consensus.generations import Generation, Rules
+from skippipe_jax.consensus.generations import Generation
 from tests.connections.meshes import RUN, Host, until
+from tests.consensus.exploration import RULES
 from tests.harness.ports import free_port
 
 CONFIG = ClusterConfig(heartbeat_timeout_s=60.0, connect_timeout_s=60.0)
-RULES = Rules(
-    host_of=(0, 1, 2),
-    stages=1,
-    placed=lambda placement, *_: placement,
-    add_up=lambda totals: tuple(map(sum, zip(*totals.values(), strict=True))),
-)
 NO_MESSAGES = [
     ["verdict", 3, "is lost", 75],
     ["verdict", -1, "is lost", 75],

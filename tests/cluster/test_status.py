@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from skippipe_jax.cluster.status import status_of
 from skippipe_jax.connections.directory import Directory
 from skippipe_jax.connections.hello import Hello, Run
@@ -34,7 +36,7 @@ def directory(host: int = 0, *, has_begun: bool = True) -> Directory:
 def state(generation: Generation | None, host: int = 0, **more: object) -> State:
     is_member = generation is not None and host in generation.members
     given = State(host, 7 + host, RULES, generation, is_member=is_member)
-    return replace(given, **more)  # pyright: ignore[reportArgumentType]
+    return structs.replace(given, **more)
 
 
 def states(hosts: tuple[HostPresence, ...]) -> list[str]:

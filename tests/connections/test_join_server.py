@@ -21,9 +21,9 @@ from skippipe_jax.connections.asking import JoinClient, NoListener
 from skippipe_jax.connections.hello import PROTOCOL, Hello
 from skippipe_jax.connections.join_offer import (
     MOST_BYTES,
-    Files,
     JoinOffer,
     Place,
+    describe_files,
 )
 from skippipe_jax.connections.join_server import PIECE_BYTES, REQUESTERS, Pauses
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
@@ -53,16 +53,17 @@ class Run:
     """Places and files for joiners; host 2 is lost."""
 
     def __init__(self, contents: Mapping[str, bytes] = CONTENTS, text: str | None = "0123"):
-        self.files, self.text, self.read = Files(contents), text, 0
+        self.files, self.contents = describe_files(contents), [*contents.values()]
+        self.text, self.read = text, 0
 
     def __call__(
         self, own: Hello, addresses: dict[int, str], free: Collection[int]
-    ) -> tuple[JoinOffer, Files]:
+    ) -> tuple[JoinOffer, list[bytes]]:
         self.read += 1
         places = tuple(Place(host, (0, host), 0.5) for host in sorted(free))
-        offer = JoinOffer(own.host, own.hosts, addresses, places, self.files.told, self.text)
+        offer = JoinOffer(own.host, own.hosts, addresses, places, self.files, self.text)
         standing = {"members": (0, 1), "placement": ((0, 2), (1,))}
-        return msgspec.structs.replace(offer, **standing), self.files
+        return msgspec.structs.replace(offer, **standing), self.contents
 
 
 @asynccontextmanager
@@ -117,18 +118,10 @@ async def test_what_has_come_whole_is_not_asked_for_again_and_the_rest_is_whoeve
         assert (asking.contents, asking.fetched) == ({"config.yaml": b"67"}, 6)
 
 
-class Forged(Files):
-    """Files of which one has other content than is told."""
-
-    def __init__(self):
-        super().__init__({"config.yaml": b"1", "plan.json": b"2"})
-        self.contents = [b"1", b"3"]
-
-
 async def test_what_came_otherwise_than_it_was_told_does_not_count():
     async with gathered(2) as (first, second):
-        run = Run()
-        run.files = Forged()
+        run = Run({"config.yaml": b"1", "plan.json": b"2"})
+        run.contents[1] = b"3"
         first.join_server.make_offer = run
         asking = JoinClient()
         with pytest.raises(TemporaryError, match=r"plan\.json does not match its anno"):
@@ -222,7 +215,7 @@ async def test_who_asks_for_what_there_is_not_is_told_no_more_than_the_invitatio
 
 
 INVITATION = JoinOffer(
-    1, 3, {0: "127.0.0.1:9"}, (Place(2, (1,), 0.5),), Files({"plan.json": b"1"}).told, None
+    1, 3, {0: "127.0.0.1:9"}, (Place(2, (1,), 0.5),), describe_files({"plan.json": b"1"}), None
 )
 
 

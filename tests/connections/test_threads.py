@@ -16,6 +16,7 @@ import pytest
 from skippipe_jax.cluster import membership
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
+from skippipe_jax.connections import threads
 from skippipe_jax.connections.threads import DaemonThreads, result, wait_for
 from skippipe_jax.errors import PeerTimeout
 
@@ -23,6 +24,7 @@ from skippipe_jax.errors import PeerTimeout
 def test_a_process_ends_whose_calls_hang():
     program = """
 import threading
+from skippipe_jax.connections import threads
 from skippipe_jax.connections.threads import DaemonThreads
 DaemonThreads().submit(threading.Event().wait)
 """
@@ -30,11 +32,11 @@ DaemonThreads().submit(threading.Event().wait)
 
 
 def test_a_wait_that_is_cancelled_leaves_no_error(monkeypatch: pytest.MonkeyPatch):
-    errors, threads, goes_on = [], [], threading.Event()
+    errors, called, goes_on = [], [], threading.Event()
     monkeypatch.setattr(threading, "excepthook", errors.append)
 
     def call() -> None:
-        threads.append(threading.current_thread())
+        called.append(threading.current_thread())
         goes_on.wait()
 
     async def wait() -> None:
@@ -44,7 +46,7 @@ def test_a_wait_that_is_cancelled_leaves_no_error(monkeypatch: pytest.MonkeyPatc
 
     asyncio.run(wait())
     goes_on.set()
-    threads[0].join()
+    called[0].join()
     assert errors == []
 
 
@@ -73,14 +75,18 @@ def wait_for_a_change() -> None:
 
 
 @pytest.mark.parametrize("waits", [lambda: result(Future()), wait_for_a_change])
-def test_a_signal_that_does_not_interrupt_a_wait_is_handled_soon(waits: Callable[[], object]):
+def test_a_signal_that_does_not_interrupt_a_wait_is_handled_soon(
+    waits: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(threads, "SIGNAL_CHECK_S", 0.2)
+
     def handle(*_: object) -> None:
         raise Interrupted
 
     before = signal.signal(signal.SIGUSR1, handle)
 
     def send() -> None:
-        time.sleep(0.2)
+        time.sleep(0.1)
         # Delivered to this thread, it does not interrupt the wait of the main thread.
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
 

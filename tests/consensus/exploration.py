@@ -9,7 +9,7 @@ that is tried from each state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -199,7 +199,8 @@ class Exploration:
         )
 
     def shown(self, node: Node) -> str:
-        states = "\n".join(repr(replace(self.state(node, host), rules=None)) for host in HOSTS)
+        shown = (structs.replace(self.state(node, host), rules=None) for host in HOSTS)
+        states = "\n".join(map(repr, shown))
         return f"dead {node.dead}\n{states}\n{[self._values[sent[2]] for sent in node.messages]}"
 
 

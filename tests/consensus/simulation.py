@@ -353,9 +353,14 @@ class Simulation:
             source, sent = self.messages[place]
             if not keep:
                 del self.messages[place]
-            # Whatever comes from a host shows that it is there.
-            self.tell(sent.target, Presence(source, is_there=True))
+            self.show(sent.target, source, is_there=True)  # Whatever comes from a host shows that.
             self.tell(sent.target, Received(source, sent.message))
+
+    def show(self, host: int, other: int, *, is_there: bool) -> None:
+        """A host notices whether another is there, if it took it to be otherwise."""
+        own = self.live.get(host)
+        if own is not None and is_there == (other in own.state.suspected):
+            self.tell(host, Presence(other, is_there=is_there))
 
     def save(self, host: int) -> None:
         """All members have saved what they have applied, if all have applied the same."""
@@ -442,7 +447,7 @@ class Simulation:
             for host in [*self.live]:
                 for other in self.rules.hosts:
                     if other != host:
-                        self.tell(host, Presence(other, is_there=other in self.live))
+                        self.show(host, other, is_there=other in self.live)
                 self.hold(host)
                 self.tell(host, Tick())
             for _ in range(len(self.messages)):

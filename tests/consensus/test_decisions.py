@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (
@@ -230,7 +231,7 @@ def test_who_has_gone_back_further_than_others_goes_on_with_them():
     state, effects = advance(state, Received(2, Decided(fourth)))
     assert effects == [Enter(fourth)]
     assert state.standing.applied == third.step
-    sealed = replace(simulation.live[0].state, promised=(1, 2))
+    sealed = structs.replace(simulation.live[0].state, promised=(1, 2))
     assert advance(sealed, RolledBack(third.number, 0)) == (sealed, []), "it has told its step"
 
 
@@ -241,7 +242,7 @@ def test_who_leaves_does_not_lead_those_that_go_back_without_it():
         Simulation(5).rules, safest=lambda *_: ((0, 1, 2), (3, 4)), placed=lambda own, *_: own
     )
     last = Generation(3, hosts, hosts, 0, 1, placement=placement, is_rewound=True)
-    state = replace(first_state(0, rules, last, 1), leaving={0: BEATS_BEFORE_LEAVING})
+    state = structs.replace(first_state(0, rules, last, 1), leaving={0: BEATS_BEFORE_LEAVING})
     promises = {
         host: Promise(4, (1, 0), first_state(host, rules, last, 1).standing, None) for host in hosts
     }

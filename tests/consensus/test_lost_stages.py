@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from skippipe_jax.config import Config, ModelConfig
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, SKIP, RecoveryConfig

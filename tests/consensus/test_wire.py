@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from skippipe_jax.consensus.decisions import _asked, advance, first_state
 from skippipe_jax.consensus.generations import (
@@ -31,7 +32,6 @@ from skippipe_jax.consensus.generations import (
     Promise,
     RebuiltStage,
     Received,
-    Rules,
     Send,
     Standing,
     State,
@@ -39,6 +39,7 @@ from skippipe_jax.consensus.generations import (
     Tick,
     Writes,
 )
+from tests.consensus import exploration
 from tests.harness.json_values import damaged, json_values
 
 HOSTS, NODES, STAGES = 3, 6, 2
@@ -167,10 +168,6 @@ def fits(placement: Any) -> bool:
     return len(placement) == STAGES and nodes == [*range(NODES)]
 
 
-def add_up(totals: Mapping[int, Any]) -> tuple[float, ...]:
-    return tuple(map(sum, zip(*totals.values(), strict=True)))
-
-
 def remakes(held: HostsOfStages, copies: Mapping[int, Any], step: int) -> tuple[RebuiltStage, ...]:
     """The first host that has promised makes what is lost from what it has itself."""
     del copies
@@ -180,13 +177,8 @@ def remakes(held: HostsOfStages, copies: Mapping[int, Any], step: int) -> tuple[
     )
 
 
-RULES = Rules(
-    host_of=(0, 1, 2, 0, 1, 2),
-    stages=STAGES,
-    placed=lambda placement, *_: placement,
-    add_up=add_up,
-    fits=fits,
-    remakes=remakes,
+RULES = replace(
+    exploration.RULES, host_of=(0, 1, 2, 0, 1, 2), stages=STAGES, fits=fits, remakes=remakes
 )
 PLACEMENT = ((0, 1, 2), (3, 4, 5))
 FIRST = Generation(1, (0, 1, 2), (0, 1, 2), 0, 0, placement=PLACEMENT, start=7)
@@ -205,26 +197,33 @@ def is_sound(state: State) -> bool:
     )
 
 
-@st.composite
-def events(draw: st.DrawFn) -> Any:
-    message = draw(MESSAGES)
-    host = draw(st.integers(0, HOSTS - 1))
-    # Most messages would be about a generation that is nobody's.
-    own = draw(st.sampled_from(["ask", "answer", "step", "any"]))
-    if own == "step":
-        message = draw(st.sampled_from([Contribution, Counts]))(1, 1, draw(SUMS))
-    if own == "ask":
-        message = Ask(2, (draw(st.integers(0, 3)), host), draw(st.none() | generations()))
-    if own == "answer":
-        promise = Promise(2, (1, 0), draw(STANDINGS), None)
-        message = draw(st.sampled_from([promise, Accepted(2, (1, 0))]))
-    there = st.builds(Presence, st.integers(1, HOSTS - 1), is_there=st.booleans())
-    return draw(
-        st.sampled_from([Tick(), Held(1, 1, (0.5, 0.5)), draw(there)]) | st.just((host, message))
-    )
+# Most messages would be about a generation that is nobody's.
+OWN_MESSAGES = st.one_of(
+    st.builds(Contribution, st.just(1), st.just(1), SUMS),
+    st.builds(Counts, st.just(1), st.just(1), SUMS),
+    st.builds(Promise, st.just(2), st.just((1, 0)), STANDINGS, st.none()),
+    st.just(Accepted(2, (1, 0))),
+)
+HOST = st.integers(0, HOSTS - 1)
 
 
-@given(st.lists(events(), max_size=8), st.booleans(), st.sets(st.integers(1, 2)))
+def asked_by(host: int) -> st.SearchStrategy[Received]:
+    """A host asks for a ballot of its own, or to accept a generation."""
+    ballots = st.tuples(st.integers(0, 3), st.just(host))
+    asks = st.builds(Ask, st.just(2), ballots, st.none() | generations())
+    return asks.map(lambda ask: Received(host, ask))
+
+
+EVENTS = st.one_of(
+    st.sampled_from([Tick(), Held(1, 1, (0.5, 0.5))]),
+    st.builds(Presence, st.integers(1, HOSTS - 1), is_there=st.booleans()),
+    st.builds(Received, HOST, OWN_MESSAGES),
+    st.builds(Received, HOST, MESSAGES),
+    HOST.flatmap(asked_by),
+)
+
+
+@given(st.lists(EVENTS, max_size=8), st.booleans(), st.sets(st.integers(1, 2)))
 @settings(max_examples=80)
 def test_no_message_leads_a_host_to_where_it_cannot_go_on(
     events: list[Any], is_new: bool, left: set[int]
@@ -234,7 +233,7 @@ def test_no_message_leads_a_host_to_where_it_cannot_go_on(
     generation = Generation(1, members, members, 0, 0, placement=PLACEMENT, start=7)
     state = State(0, 9, RULES) if is_new else first_state(0, RULES, generation, 0)
     for event in events:
-        state, effects = advance(state, Received(*event) if isinstance(event, tuple) else event)
+        state, effects = advance(state, event)
         for effect in effects:
             if isinstance(effect, Send):
                 through_json(effect.message)
@@ -288,7 +287,7 @@ def test_a_host_that_refuses_a_ballot_still_says_whom_it_misses():
 def test_a_host_that_refuses_its_own_ballot_does_not_complain():
     state = first_state(0, RULES, FIRST, 0)
     state, _ = advance(state, Presence(2, is_there=False))
-    state = replace(state, promised=(5, 1))
+    state = structs.replace(state, promised=(5, 1))
     assert _asked(state, 0, Ask(2, (3, 0), None)) == (state, [])
 
 

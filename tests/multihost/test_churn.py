@@ -1,4 +1,4 @@
-"""The benchmark `churn`, small: a run is struck ten times, and goes on exactly as it should."""
+"""The benchmark `churn`, small: each of seven faults strikes a run, which goes on as it should."""
 
 import json
 import os
@@ -28,15 +28,15 @@ def forked(
 
 
 @pytest.mark.nightly
-def test_a_run_outlives_ten_faults_joins_and_faults_while_hosts_join(
+def test_a_run_outlives_faults_joins_and_faults_while_hosts_join(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(launching, "started", forked)
     monkeypatch.setattr(churn, "described_machine", dict)
     small = ["width=32", "heads=2", "kv_heads=1", "ffn_width=48"]
-    words = ["--hosts", "4", "--faults", "10", "--seed", "3", "--patience-s", "240"]
-    words += ["--kinds", "kill", "stop", "hang", "leave", "newcomer", "giver", "reset", "sever"]
-    words += ["storage"]
+    kinds = ["stop", "leave", "newcomer", "giver", "reset", "sever", "storage"]
+    words = ["--hosts", "4", "--faults", str(len(kinds)), "--seed", "4", "--patience-s", "240"]
+    words += ["--kinds", *kinds]
     words += ["--json", str(tmp_path / "churn.json"), "--keep", str(tmp_path / "kept")]
     words += [word for setting in small for word in ("--set", f"model.{setting}")]
     monkeypatch.setattr("sys.argv", ["churn", *words, "--set", "data.sequence_length=32"])
@@ -45,10 +45,7 @@ def test_a_run_outlives_ten_faults_joins_and_faults_while_hosts_join(
     assert report["failures"] == []
     assert code == 0
     faults = report["faults"]
-    assert len(faults) == 10
-    assert {"leave", "newcomer", "giver", "reset", "sever", "storage"} <= {
-        fault["kind"] for fault in faults
-    }
+    assert sorted(fault["kind"] for fault in faults) == sorted(kinds)
     assert {"join", "resume"} == {by for fault in faults for by in fault["came_by"]}
     assert any(fault["hit_leader"] for fault in faults)
     assert all(fault["second"] is not None for fault in faults if fault["kind"] == "giver")

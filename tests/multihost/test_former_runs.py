@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from skippipe_jax import Run
-from skippipe_jax.storage.checkpoint import open_checkpoint
+from skippipe_jax.storage.checkpoint import open_checkpoint, step_folder
 from tests.harness.processes import started_processes
 from tests.harness.training_hosts import CASE, TRAIN
 from tests.harness.training_runs import (
@@ -33,13 +33,14 @@ from tests.harness.training_runs import (
 ROOT = Path(__file__).parents[2]
 COMMIT = "3e4586e01019d804d706739604d247c0582a1b2d"
 STEPS, LONGER = 24, 36
-"""After how many steps a former run ends, and to how many it is resumed."""
+"""After how many steps a former run is resumed, and when it ends."""
 PATIENCE_S = 300.0
 HELD_OUT = 8
 TOLERANCE = 1e-6
 """Relative; of arrays, to their largest element."""
 
 
+CLUSTER = {"heartbeat_timeout_s": 12.0, "connect_timeout_s": 120}
 # Sections of the configuration, beside those that all have in common.
 RUNS: dict[str, dict[str, Any]] = {
     "outer": {
@@ -56,9 +57,9 @@ RUNS: dict[str, dict[str, Any]] = {
             "longest_redraw": None,
         },
     },
-    "four hosts": {},
+    "three hosts": {"cluster": CLUSTER | {"host_of_node": [0, 1, 2, 0]}},
 }
-"""Of four hosts one is killed while they train, and checkpoints are copied to another folder.
+"""Of three hosts one is killed while they train, and checkpoints are copied to another folder.
 
 They train the same bits as before, and the others do not. In outer mode the choice whether an
 update is made has moved into the program of the update, which XLA rounds otherwise since. One host
@@ -141,41 +142,40 @@ def arrays_saved(run_dir: Path, step: int) -> Arrays:
 def test_a_run_of_an_earlier_version_is_resumed_and_evaluated(
     name: str, former: Path, tmp_path: Path
 ):
-    hosts = 4 if name == "four hosts" else 1
+    hosts = 3 if name == "three hosts" else 1
     config = write_config(
         tmp_path,
         **{
             "plan": {"case": CASE, "method": "balanced"},
-            "checkpoint": {"every": 8, "keep": 2},
+            "checkpoint": {"every": 8, "keep": 9},
             "validation": {"every": 6, "sequences": HELD_OUT},
-            "cluster": {"heartbeat_timeout_s": 12.0, "connect_timeout_s": 120},
+            "cluster": CLUSTER,
             "replan": {"budget_s": 0},
             # As in training in earnest: a difference does not grow a thousandfold in a few steps.
             "optimizer": {"learning_rate": 1e-3, "warmup_steps": 5},
         }
         | RUNS[name],
     )
-    made = tmp_path / "run"
-    train(former, config, made, hosts, STEPS)
-    assert evaluate(ROOT, made) == evaluate(former, made)
-    by_former, by_this = made.with_name("by_former"), made.with_name("by_this")
-    for run_dir in (by_former, by_this):
-        shutil.copytree(made, run_dir)
-        if hosts > 1:
-            shutil.copytree(copy_of(made), copy_of(run_dir))
+    by_former, by_this = tmp_path / "by_former", tmp_path / "by_this"
     if hosts > 1:
-        shutil.rmtree(by_this)  # What is lost is fetched from the copy.
-    train(former, config, by_former, hosts, LONGER, "--resume")
+        train(former, config, by_former, hosts, STEPS)
+        # What is lost is fetched from the copy.
+        shutil.copytree(copy_of(by_former), copy_of(by_this))
+        train(former, config, by_former, hosts, LONGER, "--resume")
+    else:  # It trains the same steps, whether it is resumed or not.
+        train(former, config, by_former, hosts, LONGER)
+        shutil.copytree(by_former, by_this)
+        for step in range(STEPS + 1, LONGER + 1):
+            shutil.rmtree(step_folder(by_this, step), ignore_errors=True)
+    assert evaluate(ROOT, by_former) == evaluate(former, by_former)
     train(ROOT, config, by_this, hosts, LONGER, "--resume")
 
     found, expected = arrays_saved(by_this, LONGER), arrays_saved(by_former, LONGER)
     lines, others = Run(by_this).metrics, Run(by_former).metrics
     assert [line["step"] for line in lines] == list(range(1, LONGER + 1))
-    evaluated, as_before = evaluate(ROOT, by_this), evaluate(former, by_former)
     if hosts > 1:
         assert_same_bits(found, expected)
         assert [figures(line) for line in lines] == [figures(line) for line in others]
-        assert evaluated == as_before
         return
     assert found.keys() == expected.keys()
     for key, array in expected.items():
@@ -183,7 +183,6 @@ def test_a_run_of_an_earlier_version_is_resumed_and_evaluated(
         np.testing.assert_allclose(found[key], array, rtol=0, atol=TOLERANCE * scale, err_msg=key)
     for line, other in zip(lines, others, strict=True):
         assert figures(line) == pytest.approx(figures(other), rel=TOLERANCE)
-    assert evaluated["loss"] == pytest.approx(as_before["loss"], rel=TOLERANCE)
 
 
 def figures(line: Mapping[str, Any]) -> dict[str, Any]:

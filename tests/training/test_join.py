@@ -20,7 +20,7 @@ from skippipe_jax.config import ClusterConfig, Config, DataConfig, parse_config,
 from skippipe_jax.config.resume import identity, settings
 from skippipe_jax.connections.asking import JoinClient, NoListener
 from skippipe_jax.connections.directory import HOST_ID
-from skippipe_jax.connections.join_offer import Files, JoinOffer, Place
+from skippipe_jax.connections.join_offer import JoinOffer, Place, describe_files
 from skippipe_jax.connections.join_server import RUN_ENDED
 from skippipe_jax.connections.link_probe import MeasuredLink
 from skippipe_jax.consensus.generations import Generation
@@ -79,8 +79,8 @@ class Hosts:
             if (wanted is None or name in wanted) and name not in asking.contents:
                 asking.contents[name] = content
                 asking.fetched += len(content)
-        told = Files(CONTENTS).told
-        return addresses[0], JoinOffer(1, 4, {1: "10.0.0.1:1"}, tuple(answer), told, TEXT)
+        files = describe_files(CONTENTS)
+        return addresses[0], JoinOffer(1, 4, {1: "10.0.0.1:1"}, tuple(answer), files, TEXT)
 
     def seeking(self, find_text: Callable[[Config], str], *overrides: str) -> JoinSearch:
         seeking = JoinSearch(["10.0.0.1:1"], None, overrides, find_text, self)
@@ -299,11 +299,11 @@ def test_a_host_tells_whose_places_are_free_and_what_they_serve(
     own.entered(Generation(3, (0, 1, 2), (5, 8, 7), 0, 0), serves, None)
     own.entered(Generation(4, (0,), (5,), 0, 0), serves, None)
     assert own.places({1, 2}) == [Place(1, (0,), 1.0), Place(2, (1,))]
-    assert [file.name for file in own.files().told] == ["config.yaml", "plan.json"]
+    assert [file.name for file in own.files()[0]] == ["config.yaml", "plan.json"]
     before = own.files()
     assert own.files() is before
     (tmp_path / "plan.json").write_bytes(b"{1}")
-    assert own.files().told[1].size == 3
+    assert own.files()[0][1].size == 3
     (tmp_path / "plan.json").unlink()
     with pytest.raises(InputError, match="cannot be read"):
         own.files()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skippipe_jax.clock import SYSTEM_CLOCK, Clock
 from skippipe_jax.connections.hello import Hello
-from skippipe_jax.connections.join_offer import Files, JoinOffer, Place
+from skippipe_jax.connections.join_offer import File, JoinOffer, Place, describe_files
 from skippipe_jax.connections.join_server import Pauses
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.joined_folder import contents_of, file_stamps
@@ -32,7 +32,8 @@ class JoinOffers:
         self._serves: Callable[[int], tuple[int, ...]] = lambda host: ()
         self._pauses = Pauses()
         self._generation: Generation | None = None
-        self._read: tuple[object, Files] | None = None
+        self._stamps: object = None
+        self._files: tuple[tuple[File, ...], list[bytes]] = (), []
 
     def entered(
         self, generation: Generation, serves: Callable[[int], tuple[int, ...]], text: str | None
@@ -48,18 +49,20 @@ class JoinOffers:
 
     def offer(
         self, own: Hello, addresses: dict[int, str], free: Collection[int]
-    ) -> tuple[JoinOffer, Files]:
-        """Return the offer of the host `own` and its files; `free` are the ids of lost hosts.
+    ) -> tuple[JoinOffer, list[bytes]]:
+        """Return the offer of the host `own`, and the contents of its files.
+
+        `free` are the ids of lost hosts.
 
         Raises:
             InputError: if the files cannot be read.
         """
-        files, generation = self.files(), self._generation
+        (files, contents), generation = self.files(), self._generation
         assert generation is not None, "was entered"
         run = own.host, own.hosts, addresses
-        offered = tuple(self.places(free)), files.told, self.text
+        offered = tuple(self.places(free)), files, self.text
         standing = generation.members, generation.placement
-        return JoinOffer(*run, *offered, own.spare, *standing), files
+        return JoinOffer(*run, *offered, own.spare, *standing), contents
 
     def places(self, free: Collection[int]) -> list[Place]:
         """List the free places at which a host would serve a stage.
@@ -79,13 +82,16 @@ class JoinOffers:
             if (stages := self._serves(host))
         ]
 
-    def files(self) -> Files:
-        """Return the files of the run that joiners need; read again if they have changed.
+    def files(self) -> tuple[tuple[File, ...], list[bytes]]:
+        """Return the files of the run that joiners need, and their contents.
+
+        They are read again if they have changed.
 
         Raises:
             InputError: if they cannot be read.
         """
-        state = file_stamps(self._folder)
-        if self._read is None or self._read[0] != state:
-            self._read = state, Files(contents_of(self._folder))
-        return self._read[1]
+        stamps = file_stamps(self._folder)
+        if self._stamps != stamps:
+            contents = contents_of(self._folder)
+            self._files, self._stamps = (describe_files(contents), [*contents.values()]), stamps
+        return self._files
