@@ -38,9 +38,7 @@ from skippipe_jax.models.llama import (
     Block,
     DataStage,
     Rotations,
-    Stage,
     StageStructure,
-    precise,
     rotations,
 )
 
@@ -195,7 +193,7 @@ class StageExecutor(Decoder):
         pages = bisect.bisect_right(self._page_ends, last) + 1
         structure, parameters = self.model.structures[stage], self.model.parameters[stage]
         cache = self._caches[stage]
-        after, cache[:pages] = _forward(
+        after, cache[:pages] = run_stage(
             structure, parameters, cache[:pages], x, step.positions, step.slot, scales
         )
         return after
@@ -309,20 +307,6 @@ def _scored_logits(
     return Scores(*(part[0] for part in scores))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _forward(
-    structure: StageStructure,
-    parameters: Any,
-    cache: list[KVPage],
-    x: Array,
-    positions: Int[Array, "row time"],
-    slot: Int[Array, ""] | None,
-    scales: Float[Array, "row block 2"] | None,
-) -> tuple[Float[Array, "row time width"], list[KVPage]]:
-    """Merge a stage and run it."""
-    return run_stage(structure.merge(parameters), x, cache, positions, slot, scales)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(
     structure: StageStructure, parameters: Any, x: Float[Array, "row 1 width"]
@@ -330,11 +314,12 @@ def _logits(
     return structure.merge(parameters).logits(x)[:, 0]
 
 
-@precise
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def run_stage(
-    stage: Stage,
-    x: Array,
+    structure: StageStructure,
+    parameters: Any,
     cache: list[KVPage],
+    x: Array,
     positions: Int[Array, "row time"],
     slot: Int[Array, ""] | None,
     scales: Float[Array, "row block 2"] | None,
@@ -344,9 +329,10 @@ def run_stage(
     The cache has the first pages, up to the last position. What attention and the feed-forward of
     a block add is multiplied by `scales`.
     """
+    stage = structure.merge(parameters)
     if isinstance(stage, DataStage):
         x = stage.embedding[...][x].astype(stage.config.compute_dtype)
-    structure, parameters = nnx.split(stage.blocks)
+    of_block, of_blocks = nnx.split(stage.blocks)
     # Without the barrier XLA computes sines and cosines again for each layer and head.
     by = jax.lax.optimization_barrier(rotations(stage.config, positions))
 
@@ -354,7 +340,7 @@ def run_stage(
         carry: tuple[Array, list[KVPage]], block_inputs: tuple[Array, Any, Array | None]
     ) -> Any:
         (x, cache), (layer, block_parameters, factors) = carry, block_inputs
-        block: Block = nnx.merge(structure, block_parameters)
+        block: Block = nnx.merge(of_block, block_parameters)
         normed = block.attention_norm(x)
         added, cache = attend(block, normed, cache, layer, by, positions, slot)
         x = x + times(added, factors, 0)
@@ -368,7 +354,8 @@ def run_stage(
     # Carried along, the cache is written in place; as outputs of the loop it would be copied.
     layers = jnp.arange(cache[0].keys.shape[0])
     block_scales = None if scales is None else jnp.moveaxis(scales, 1, 0)
-    (x, cache), _ = jax.lax.scan(run_block, (x, cache), (layers, parameters, block_scales))
+    with jax.default_matmul_precision(stage.config.matmul_precision):
+        (x, cache), _ = jax.lax.scan(run_block, (x, cache), (layers, of_blocks, block_scales))
     return x, cache
 
 

@@ -32,9 +32,9 @@ from skippipe_jax.inference.decoding import (
     KVPage,
     StageExecutor,
     Step,
-    _forward,
     batch_sizes,
     generate_tokens,
+    run_stage,
 )
 from skippipe_jax.inference.decoding import _logits as next_logits
 from skippipe_jax.inference.partial import Order, kept, parse_stage_order
@@ -72,7 +72,7 @@ def test_matrices_are_multiplied_as_precisely_as_in_training():
         (_loss, (structures[0], parameters[0], x, tokens)),
         (_scores, (structures[0], parameters[0], x, tokens)),
         (_logits, (structures[0], parameters[0], x)),
-        (_forward, (structures[1], parameters[1], cache, x, tokens, None, None)),
+        (run_stage, (structures[1], parameters[1], cache, x, tokens, None, None)),
         (next_logits, (structures[0], parameters[0], x[:, :1])),
     ):
         products = re.findall(r"dot_general.*", function.lower(*arguments).as_text())
