@@ -257,8 +257,9 @@ def test_one_table_has_all_that_is_asked_for(evaluated: Any, printed: Any):
 
 
 def test_the_picture_has_every_subset(printed: Any, tmp_path: Path):
-    printed("--keep-fraction", "1,0.67,0.3", "--plot", tmp_path / "shares.svg")
-    parts = ElementTree.parse(tmp_path / "shares.svg").iter()
+    picture = tmp_path / "made" / "shares.svg"
+    printed("--keep-fraction", "1,0.67,0.3", "--plot", picture)
+    parts = ElementTree.parse(picture).iter()
     dots = [part.get("class") for part in parts if part.tag.endswith("circle")]
     assert (dots.count("each"), dots.count("mean")) == (1 + 2 + 1, 3)
 
@@ -397,7 +398,7 @@ def loss_of_transformers(model: LlamaForCausalLM, windows: np.ndarray) -> float:
         ("--keep-fraction 1.5", "--keep-fraction = 1.5...at most 1"),
         ("--keep-fraction 0.5 --subsets 0", "--subsets = 0...at least 1"),
         ("--plot a.svg", "--plot = 'a.svg'...Add --keep-fraction"),
-        ("--keep-fraction 1 --plot no/a.svg", "--plot = 'no/a.svg'...its folder does not exist"),
+        ("--keep-fraction 1 --plot text/a.svg", "--plot = 'text/a.svg'...is not a writable folder"),
         ("--num-stages 3", "--num-stages = 3...the plan of a run sets"),
         ("--set data.path=nowhere", "data.path"),
         ("--set data.held_out=0.5", "data.held_out = 0.5...has trained on"),
