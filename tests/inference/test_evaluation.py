@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import encodings
 import functools
 import itertools
 import json
@@ -10,6 +11,7 @@ import math
 import re
 import shutil
 import signal
+import sysconfig
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -278,7 +280,10 @@ def test_the_text_is_found_from_another_folder_and_named(
     expect_error(command(*asked, "data.held_out=0.5"), "...has trained on")
 
 
-def test_of_a_model_without_a_run_it_is_said_how_to_name_text(tmp_path: Path, command: Command):
+def test_of_a_model_without_a_run_it_is_said_how_to_name_text(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(Path(encodings.__file__).parent))
     to_huggingface(Path("run"), tmp_path / "hf")
     asked = ["evaluate", "--hf", tmp_path / "hf", "--sequences", "1"]
     hint = "to use your own text, add --set data.source=text --set data.path=PATH\n"
