@@ -27,11 +27,10 @@ from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.token_sampling import (
     Penalties,
     SamplingRows,
-    Scores,
+    TokenScores,
     penalized,
     sample_tokens,
-    score,
-    scores_of,
+    score_tokens,
 )
 from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.models.llama import (
@@ -115,7 +114,7 @@ class Decoder:
 
     def prefill(
         self, step: Step, targets: Int[np.ndarray, "1 time"] | None = None
-    ) -> Scores | None:
+    ) -> TokenScores | None:
         """Take in tokens that come next in the sequence of a slot; score `targets` behind them."""
         raise NotImplementedError
 
@@ -231,7 +230,7 @@ class StageExecutor(Decoder):
 
     def prefill(
         self, step: Step, targets: Int[np.ndarray, "1 time"] | None = None
-    ) -> Scores | None:
+    ) -> TokenScores | None:
         """Do what `Decoder.prefill` says."""
         x = self.run(step)
         if targets is None:
@@ -302,9 +301,9 @@ def _scored_logits(
     parameters: Any,
     x: Float[Array, "1 time width"],
     targets: Int[Array, "1 time"],
-) -> Scores:
-    scores = scores_of(structure.merge(parameters).logits(x), targets)
-    return Scores(*(part[0] for part in scores))
+) -> TokenScores:
+    scores = score_tokens(structure.merge(parameters).logits(x), targets)
+    return TokenScores(*(part[0] for part in scores))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -563,7 +562,7 @@ class Generator:
         for slot, (_, request) in running:
             counts[slot] = request.likeliest
         if any(count is not None for count in counts):
-            scored = score(likelihoods, drawn).tokens(drawn, counts)
+            scored = score_tokens(likelihoods, drawn).tokens(drawn, counts)
         else:
             scored = [ScoredToken(int(token)) for token in drawn]
         decoded = []
@@ -595,7 +594,7 @@ class Generator:
             for own in (logits, penalized(logits, *(one[:rows] for one in penalties))):
                 sampling = (one[:rows] for one in self._rows)
                 drawn = np.asarray(sample_tokens(own, step.positions[:, 0], *sampling))
-            score(logits, drawn)
+            score_tokens(logits, drawn)
 
 
 @dataclass
