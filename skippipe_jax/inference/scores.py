@@ -27,13 +27,7 @@ from skippipe_jax.data.batches import (
     tokenizer_of,
 )
 from skippipe_jax.data.tokenizer import load_tokenizer
-from skippipe_jax.ensemble import (
-    KEPT,
-    POSTERIOR,
-    cached_log_prior,
-    target_log_weights,
-    weighed,
-)
+from skippipe_jax.ensemble import KEPT, cached_log_prior, target_log_weights, weighed
 from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.remote_model import RemoteModel
 from skippipe_jax.inference.staged_model import StagedModel
@@ -163,7 +157,7 @@ def _batches(
 def scores_of_mixture(
     each: Sequence[Scores],
     prior: str,
-    how: str = POSTERIOR,
+    how: str,
     log_prior: Float[np.ndarray, " expert"] | None = None,
     decay: float = KEPT,
 ) -> Scores:
