@@ -97,16 +97,16 @@ def test_it_gives_the_same_when_it_is_killed_and_started_again(trained: Path, tm
     whole = marks(trained)
     moments = sorted(random.Random(0).sample(range(1, whole), 2))
     with started_processes(tmp_path) as processes:
-        for moment in (*moments, None):
-            processes.start("-m", "skippipe_jax", "experts", "experts.yaml", folder=tmp_path)
+        command = ("-m", "skippipe_jax", "experts", "experts.yaml")
+        for moment in moments:
+            processes.start(*command, folder=tmp_path)
             own = processes.processes[-1]
-            if moment is None:
-                code = processes.exit_code(len(moments), TIMEOUT_S)
-                break
             while own.poll() is None and marks(tmp_path) < moment:
                 time.sleep(0.005)
             own.kill()
             own.wait()
+        processes.start(*command, folder=tmp_path)
+        code = processes.exit_code(len(moments), TIMEOUT_S)
         logs = (tmp_path / "experts" / "logs").glob("*")
         told = "\n".join([processes.outputs(), *(path.read_text() for path in logs)])
     assert code == 0, told
