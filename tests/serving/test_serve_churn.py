@@ -28,7 +28,7 @@ STREAM = Asked((256, 65), 4, 0.0, 0, is_stream=True)
 
 @pytest.mark.nightly
 def test_half_of_the_hosts_and_of_the_stages_may_go(tmp_path: Path):
-    sizes = ["--requests", "200", "--pause-s", "0.1", "--sequences", "16"]
+    sizes = ["--hosts", "6", "--requests", "200", "--pause-s", "0.1", "--sequences", "16"]
     report = report_of(tmp_path, "serving.churn", "--small", *sizes)
     assert report["failures"] == []
     requests, greedy = report["requests"], report["greedy"]
