@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import math
 import re
@@ -84,6 +83,8 @@ def mapping(
 
 def suggestion(value: Any, known: Collection[str]) -> str:
     """Return the start of a remedy with the nearest known name; "" if none is near."""
+    import difflib  # Slow to load, and needed for messages only.
+
     names = list(known)
     close = difflib.get_close_matches(str(value), names, n=1)
     # The given text may contain the name, as llama3-8b contains 8b.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skippipe_sched import fields
-from skippipe_sched.commands.output_files import write
+from skippipe_sched.commands.output_files import require_writable, write
 from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
@@ -184,12 +184,11 @@ def _fractions(arguments: argparse.Namespace) -> list[float]:
     if plot is not None:
         for is_wrong, problem, remedy in (
             (shares is None, "requires --keep-fraction", "Add --keep-fraction 1.0,0.75,0.5"),
-            (not plot.parent.is_dir(), "its folder does not exist", "Create it"),
             (plot.suffix != ".svg", "must end in .svg", "Write a name such as plot.svg"),
-            (plot.is_dir(), "is a folder", "Give a file"),
         ):
             if is_wrong:
                 raise InputError("--plot", str(plot), problem, remedy)
+        require_writable("--plot", plot)
     if shares is None:
         return []
     return [fields.number(share, "--keep-fraction") for share in shares.split(",")]

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -317,6 +316,8 @@ class DataConfig(Section, name="data"):
         """Return the number of sequences of each source in one cycle of the mixture."""
         if self.mixture is None:
             return (1,)
+        from fractions import Fraction  # Slow to load, and only mixtures need it.
+
         weights = [Fraction(str(one.weight)) for one in self.mixture]
         unit = Fraction(1, math.lcm(*(weight.denominator for weight in weights)))
         shares = [int(weight / unit) for weight in weights]

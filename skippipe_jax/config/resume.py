@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -125,6 +124,8 @@ def _as_texts(tree: Mapping[str, Any]) -> dict[str, str]:
 
 def digest(value: Any) -> str:
     """Return a short digest of a JSON value, the same on every machine; YAML dates as written."""
+    import hashlib  # Slow to load, and not needed for most commands.
+
     return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
 
 

@@ -72,9 +72,9 @@ MAX_JOINERS = 16
 """Maximum number of joiners that are served at a time."""
 
 ASKS_S = 60.0
-"""Seconds that a joiner may take to read `PIECE_BYTES` of a file, and to request the next file."""
+"""Seconds that a joiner may take to read `FILE_CHUNK_BYTES` of a file, and to request the next."""
 
-PIECE_BYTES = 1 << 19
+FILE_CHUNK_BYTES = 1 << 19
 
 JOINING = "join"
 """Field of the errors by which joiners are refused."""
@@ -163,8 +163,8 @@ async def _serve_joiner(
         match await link.heard(ASKS_S):
             case ["file", int(number)] if 0 <= number < len(contents):
                 content = contents[number]
-                for start in range(0, len(content), PIECE_BYTES):
-                    link.write(content[start : start + PIECE_BYTES])
+                for start in range(0, len(content), FILE_CHUNK_BYTES):
+                    link.write(content[start : start + FILE_CHUNK_BYTES])
                     if not await link.drained(ASKS_S):
                         return None
             case ["take" | "give" as direction, int(size)] if 0 <= size <= SIZES[-1]:

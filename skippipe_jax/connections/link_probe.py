@@ -41,7 +41,7 @@ MOST_QUESTIONS = 64
 PATIENCE_S = 10.0
 """Seconds that either end waits for the other."""
 
-_PIECE_BYTES = 1 << 20
+_WRITE_BYTES = 1 << 20
 _LEAST_S = 1e-6
 
 Transfer = Callable[[int], Awaitable[float]]
@@ -135,8 +135,8 @@ async def answer(link: Link, direction: str, size: int) -> bool:
 
 async def _sent(link: Link, size: int) -> None:
     # Random bytes, which a network cannot compress.
-    piece = os.urandom(min(size, _PIECE_BYTES))
-    for start in range(0, size, _PIECE_BYTES):
+    piece = os.urandom(min(size, _WRITE_BYTES))
+    for start in range(0, size, _WRITE_BYTES):
         link.write(piece[: size - start])
         await link.drained(PATIENCE_S)
 

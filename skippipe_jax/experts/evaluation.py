@@ -8,15 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 from skippipe_sched.figures.tables import aligned
 
 from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
-from skippipe_jax.ensemble import cached_log_prior, target_log_weights, weighed
 from skippipe_jax.experts.config import ExpertsConfig
 from skippipe_jax.experts.members import Arm, Member
 from skippipe_jax.experts.tasks import Place, Scored
-from skippipe_jax.inference.scores import require_same_text
+from skippipe_jax.inference.scores import Scores, log_prior_of, require_same_text, scores_of_mixture
 from skippipe_jax.models.flops import iteration_flops
 from skippipe_jax.storage.run_dir import RunDir
 
@@ -44,32 +42,27 @@ def scored_models(place: Place, arm: Arm) -> dict[str, Scored]:
 
 def losses_of(models: Mapping[str, Scored], domain: str, decay: float) -> dict[str, float]:
     """Return the loss of a domain [nats per token] by each way of mixing, or of a single model."""
-    stacked = {part: _stacked_scores(models, domain, part) for part in (FOR_PRIORS, FOR_SCORES)}
-    log_p, counted, resets = stacked[FOR_SCORES]
-
-    def loss(of_targets: Float[np.ndarray, "sequence position"]) -> float:
-        return -float(of_targets[counted].mean(dtype=np.float64))
-
-    if len(models) == 1:
-        return {CACHED: loss(log_p[0])}
-    cached = cached_log_prior(stacked[FOR_PRIORS][0], stacked[FOR_PRIORS][2], decay)
-    losses: dict[str, float] = {}
-    for name, way in WAYS.items():
-        log_prior = cached if way["prior"] == "cached" else None
-        log_w = target_log_weights(log_p, resets, **way, log_prior=log_prior, decay=decay)
-        losses[name] = loss(weighed(log_p, log_w))
-    if domain in models:
-        losses[OWN] = loss(log_p[list(models).index(domain)])
+    scores = _scores(models, domain, FOR_SCORES)
+    each = [*scores.values()]
+    if len(each) == 1:
+        return {CACHED: each[0].loss}
+    cached = log_prior_of([*_scores(models, domain, FOR_PRIORS).values()], decay)
+    losses = {
+        name: scores_of_mixture(
+            each, **way, log_prior=cached if way["prior"] == "cached" else None, decay=decay
+        ).loss
+        for name, way in WAYS.items()
+    }
+    if domain in scores:
+        losses[OWN] = scores[domain].loss
     return losses
 
 
-def _stacked_scores(models: Mapping[str, Scored], domain: str, part: str) -> tuple[np.ndarray, ...]:
-    """Return log-probabilities [expert sequence position], counted targets, document starts."""
+def _scores(models: Mapping[str, Scored], domain: str, part: str) -> dict[str, Scores]:
+    """Return the scores of each model on a part of a domain."""
     scores = {name: model.scores(domain, part) for name, model in models.items()}
     require_same_text(scores)
-    first = next(iter(scores.values()))
-    log_p = np.stack([scored.log_probabilities for scored in scores.values()])
-    return log_p, first.counted, first.resets
+    return scores
 
 
 def training_flops(place: Place, members: Iterable[Member]) -> float:

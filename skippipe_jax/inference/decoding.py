@@ -27,20 +27,17 @@ from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.token_sampling import (
     Penalties,
     SamplingRows,
-    Scores,
+    TokenScores,
     penalized,
     sample_tokens,
-    score,
-    scores_of,
+    score_tokens,
 )
 from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.models.llama import (
     Block,
     DataStage,
     Rotations,
-    Stage,
     StageStructure,
-    precise,
     rotations,
 )
 
@@ -117,7 +114,7 @@ class Decoder:
 
     def prefill(
         self, step: Step, targets: Int[np.ndarray, "1 time"] | None = None
-    ) -> Scores | None:
+    ) -> TokenScores | None:
         """Take in tokens that come next in the sequence of a slot; score `targets` behind them."""
         raise NotImplementedError
 
@@ -195,7 +192,7 @@ class StageExecutor(Decoder):
         pages = bisect.bisect_right(self._page_ends, last) + 1
         structure, parameters = self.model.structures[stage], self.model.parameters[stage]
         cache = self._caches[stage]
-        after, cache[:pages] = _forward(
+        after, cache[:pages] = run_stage(
             structure, parameters, cache[:pages], x, step.positions, step.slot, scales
         )
         return after
@@ -233,7 +230,7 @@ class StageExecutor(Decoder):
 
     def prefill(
         self, step: Step, targets: Int[np.ndarray, "1 time"] | None = None
-    ) -> Scores | None:
+    ) -> TokenScores | None:
         """Do what `Decoder.prefill` says."""
         x = self.run(step)
         if targets is None:
@@ -304,23 +301,9 @@ def _scored_logits(
     parameters: Any,
     x: Float[Array, "1 time width"],
     targets: Int[Array, "1 time"],
-) -> Scores:
-    scores = scores_of(structure.merge(parameters).logits(x), targets)
-    return Scores(*(part[0] for part in scores))
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _forward(
-    structure: StageStructure,
-    parameters: Any,
-    cache: list[KVPage],
-    x: Array,
-    positions: Int[Array, "row time"],
-    slot: Int[Array, ""] | None,
-    scales: Float[Array, "row block 2"] | None,
-) -> tuple[Float[Array, "row time width"], list[KVPage]]:
-    """Merge a stage and run it."""
-    return run_stage(structure.merge(parameters), x, cache, positions, slot, scales)
+) -> TokenScores:
+    scores = score_tokens(structure.merge(parameters).logits(x), targets)
+    return TokenScores(*(part[0] for part in scores))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -330,11 +313,12 @@ def _logits(
     return structure.merge(parameters).logits(x)[:, 0]
 
 
-@precise
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def run_stage(
-    stage: Stage,
-    x: Array,
+    structure: StageStructure,
+    parameters: Any,
     cache: list[KVPage],
+    x: Array,
     positions: Int[Array, "row time"],
     slot: Int[Array, ""] | None,
     scales: Float[Array, "row block 2"] | None,
@@ -344,9 +328,10 @@ def run_stage(
     The cache has the first pages, up to the last position. What attention and the feed-forward of
     a block add is multiplied by `scales`.
     """
+    stage = structure.merge(parameters)
     if isinstance(stage, DataStage):
         x = stage.embedding[...][x].astype(stage.config.compute_dtype)
-    structure, parameters = nnx.split(stage.blocks)
+    of_block, of_blocks = nnx.split(stage.blocks)
     # Without the barrier XLA computes sines and cosines again for each layer and head.
     by = jax.lax.optimization_barrier(rotations(stage.config, positions))
 
@@ -354,7 +339,7 @@ def run_stage(
         carry: tuple[Array, list[KVPage]], block_inputs: tuple[Array, Any, Array | None]
     ) -> Any:
         (x, cache), (layer, block_parameters, factors) = carry, block_inputs
-        block: Block = nnx.merge(structure, block_parameters)
+        block: Block = nnx.merge(of_block, block_parameters)
         normed = block.attention_norm(x)
         added, cache = attend(block, normed, cache, layer, by, positions, slot)
         x = x + times(added, factors, 0)
@@ -368,7 +353,8 @@ def run_stage(
     # Carried along, the cache is written in place; as outputs of the loop it would be copied.
     layers = jnp.arange(cache[0].keys.shape[0])
     block_scales = None if scales is None else jnp.moveaxis(scales, 1, 0)
-    (x, cache), _ = jax.lax.scan(run_block, (x, cache), (layers, parameters, block_scales))
+    with jax.default_matmul_precision(stage.config.matmul_precision):
+        (x, cache), _ = jax.lax.scan(run_block, (x, cache), (layers, of_blocks, block_scales))
     return x, cache
 
 
@@ -576,7 +562,7 @@ class Generator:
         for slot, (_, request) in running:
             counts[slot] = request.likeliest
         if any(count is not None for count in counts):
-            scored = score(likelihoods, drawn).tokens(drawn, counts)
+            scored = score_tokens(likelihoods, drawn).tokens(drawn, counts)
         else:
             scored = [ScoredToken(int(token)) for token in drawn]
         decoded = []
@@ -608,7 +594,7 @@ class Generator:
             for own in (logits, penalized(logits, *(one[:rows] for one in penalties))):
                 sampling = (one[:rows] for one in self._rows)
                 drawn = np.asarray(sample_tokens(own, step.positions[:, 0], *sampling))
-            score(logits, drawn)
+            score_tokens(logits, drawn)
 
 
 @dataclass

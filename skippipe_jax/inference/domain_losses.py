@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,17 @@ from skippipe_sched.figures.tables import aligned
 
 from skippipe_jax.config import DataConfig
 from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
-from skippipe_jax.ensemble import CACHED, DECAY, cached_log_prior, target_log_weights, weighed
+from skippipe_jax.ensemble import CACHED, DECAY
 from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.evaluation import MAX_LOSS_NATS
-from skippipe_jax.inference.scores import Scorer, Scores, require_same_text, score
+from skippipe_jax.inference.scores import (
+    Scorer,
+    Scores,
+    log_prior_of,
+    require_same_text,
+    score,
+    scores_of_mixture,
+)
 
 PRIOR_SEQUENCES = 100
 """Sequences on which the cached prior of a domain is estimated, as in the paper."""
@@ -189,7 +196,8 @@ def evaluate_ensemble(
         each = _scores(ensemble, data, domain, FOR_SCORES, sequences)
         for name, scores in each.items():
             alone[name][domain] = domain_loss(scores)
-        mixed = _mixed(ensemble, [*each.values()], log_prior)
+        kind = DECAY if log_prior is None else CACHED
+        mixed = scores_of_mixture([*each.values()], kind, ensemble.mix, log_prior)
         together[domain] = domain_loss(mixed)
     return EnsembleEvaluation(
         {name: DomainLosses(FOR_SCORES, losses) for name, losses in alone.items()},
@@ -219,16 +227,5 @@ def _log_prior(
         return None
     if prior != CACHED:
         return ensemble.log_prior
-    scores = [*_scores(ensemble, data, domain, FOR_PRIORS, PRIOR_SEQUENCES).values()]
-    log_p = np.stack([one.log_probabilities for one in scores])
-    return cached_log_prior(log_p, scores[0].resets)
-
-
-def _mixed(ensemble: Ensemble, each: Sequence[Scores], log_prior: np.ndarray | None) -> Scores:
-    """Return the scores of the ensemble, from those of its experts."""
-    first, log_p = each[0], np.stack([one.log_probabilities for one in each])
-    prior = DECAY if log_prior is None else CACHED
-    log_w = target_log_weights(
-        log_p, first.resets, prior=prior, how=ensemble.mix, log_prior=log_prior
-    )
-    return replace(first, log_probabilities=weighed(log_p, log_w))
+    scores = _scores(ensemble, data, domain, FOR_PRIORS, PRIOR_SEQUENCES)
+    return log_prior_of([*scores.values()])

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import io
 import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from skippipe_jax.data.batches import (
     tokenizer_of,
 )
 from skippipe_jax.data.tokenizer import load_tokenizer
+from skippipe_jax.ensemble import KEPT, cached_log_prior, target_log_weights, weighed
 from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.remote_model import RemoteModel
 from skippipe_jax.inference.staged_model import StagedModel
@@ -151,6 +152,34 @@ def _batches(
             for array in (batch["tokens"], batch["targets"], resets):
                 text.update(array[row].data)
         yield batch, scored, resets
+
+
+def scores_of_mixture(
+    each: Sequence[Scores],
+    prior: str,
+    how: str,
+    log_prior: Float[np.ndarray, " expert"] | None = None,
+    decay: float = KEPT,
+) -> Scores:
+    """Return the scores of experts together, from those of each on the same text.
+
+    The arguments are those of `ensemble.target_log_weights`.
+    """
+    log_p, resets = _stacked(each)
+    log_w = target_log_weights(
+        log_p, resets, prior=prior, how=how, log_prior=log_prior, decay=decay
+    )
+    return replace(each[0], log_probabilities=weighed(log_p, log_w))
+
+
+def log_prior_of(each: Sequence[Scores], decay: float = KEPT) -> Float[np.ndarray, " expert"]:
+    """Return the cached prior over experts that their scores of the part for priors give."""
+    return cached_log_prior(*_stacked(each), decay)
+
+
+def _stacked(each: Sequence[Scores]) -> tuple[np.ndarray, np.ndarray]:
+    """Return log-probabilities [expert sequence position], and where documents start."""
+    return np.stack([one.log_probabilities for one in each]), each[0].resets
 
 
 def require_same_text(scores: Mapping[str, Scores]) -> None:

@@ -59,52 +59,25 @@ def _complete(text: str) -> str:
     return text[:end]
 
 
-class StopSequences:
-    """Looks for texts that end an answer, and holds back what may be the beginning of one."""
-
-    def __init__(self, stops: Sequence[str]):
-        """Look for these; empty ones are none."""
-        self._stops = [stop for stop in stops if stop]
-        self._pending = ""
-        self.has_ended = False
-
-    def push(self, piece: str) -> str:
-        """Take the next piece, and return what surely comes before any of the texts."""
-        if self.has_ended:
-            return ""
-        text = self._pending + piece
-        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if starts:
-            self.has_ended, self._pending = True, ""
-            return text[: min(starts)]
-        pending = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._pending = text[len(text) - pending :]
-        return text[: len(text) - pending]
-
-    def rest(self) -> str:
-        """Return what was held back, where nothing comes any more."""
-        pending, self._pending = self._pending, ""
-        return pending
-
-
 class AnswerText:
     """The text that tokens add to a prompt, up to the first stop sequence.
 
+    What may be the beginning of a stop sequence is held back.
+
     Attributes:
         length: number of characters of the tokens so far, with those of a stop sequence.
+        has_stopped: whether a stop sequence has ended the text.
     """
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str]
     ):
-        """Start after a prompt; `decode` converts tokens to text."""
-        self._stream, self._stops = TextStream(decode, prompt), StopSequences(stops)
+        """Start after a prompt; `decode` converts tokens to text. Empty stops are none."""
+        self._stream = TextStream(decode, prompt)
+        self._stops = [stop for stop in stops if stop]
+        self._pending = ""
         self.length = 0
-
-    @property
-    def has_stopped(self) -> bool:
-        """Tell whether a stop sequence has ended the text."""
-        return self._stops.has_ended
+        self.has_stopped = False
 
     def push(self, token: int | None, *, is_last: bool) -> str:
         """Take the next token, or None if there is none, and return the text that it completes."""
@@ -112,8 +85,16 @@ class AnswerText:
         if is_last:
             piece += self._stream.rest()
         self.length += len(piece)
-        text = self._stops.push(piece)
-        return text + self._stops.rest() if is_last else text
+        if self.has_stopped:
+            return ""
+        text = self._pending + piece
+        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if starts:
+            self.has_stopped, self._pending = True, ""
+            return text[: min(starts)]
+        pending = 0 if is_last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._pending = text[len(text) - pending :]
+        return text[: len(text) - pending]
 
 
 def _overlap(text: str, stop: str) -> int:

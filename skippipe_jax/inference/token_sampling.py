@@ -132,7 +132,7 @@ def sample(
     return jnp.where(temperatures > 0, drawn, jnp.argmax(logits, axis=-1))
 
 
-class Scores(NamedTuple):
+class TokenScores(NamedTuple):
     """Log-probabilities in nats: of tokens, and of the likeliest in their places, with these."""
 
     of_tokens: Float[Array, "*place"]
@@ -162,11 +162,11 @@ class Scores(NamedTuple):
         ]
 
 
-def scores_of(logits: Float[Array, "*place vocabulary"], tokens: Int[Array, "*place"]) -> Scores:
+@jax.jit
+def score_tokens(
+    logits: Float[Array, "*place vocabulary"], tokens: Int[Array, "*place"]
+) -> TokenScores:
     """Score tokens, and the likeliest ones in their places."""
     logs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     log_p = jnp.take_along_axis(logs, tokens[..., None], axis=-1)[..., 0]
-    return Scores(log_p, *jax.lax.top_k(logs, min(MAX_TOP_TOKENS, logs.shape[-1])))
-
-
-score = jax.jit(scores_of)
+    return TokenScores(log_p, *jax.lax.top_k(logs, min(MAX_TOP_TOKENS, logs.shape[-1])))

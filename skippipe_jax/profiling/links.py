@@ -38,7 +38,7 @@ TRANSFER_S, ALL_TRANSFERS_S = 1.0, 60.0
 # An activation is also sent, unless it takes more than this multiple of a transfer's time.
 LONGEST_ACTIVATION = 4.0
 # Bytes that a host passes to its network at once, so that they may also arrive at once.
-PIECE_BYTES = 64 * 2**10
+BURST_BYTES = 64 * 2**10
 # Relative difference within which two rates confirm each other, and most repetitions to reach it.
 AGREEMENT, MOST_REPETITIONS = 0.05, 3
 COPIES = 10
@@ -462,7 +462,7 @@ def _measure(
 
 def _transfer(probe: _LinkProbe, size: int, round_trip_s: float) -> MeasuredTransfer:
     until_marker, after_marker = probe.ask(size)
-    if size <= PIECE_BYTES:
+    if size <= BURST_BYTES:
         # The marker may have been delayed to the bytes: then count its delay as theirs.
         after_marker = max(after_marker, until_marker + after_marker - round_trip_s)
     return MeasuredTransfer(size, after_marker)

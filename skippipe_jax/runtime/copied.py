@@ -18,7 +18,7 @@ from skippipe_jax.program.compiler import Hop
 Bytes = UInt8[np.ndarray, " bytes"]
 
 # The amount that a server copies at a time: larger pieces would only delay activations longer.
-PIECE_BYTES = 1 << 20
+COPY_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +66,8 @@ def unpacked(packed_bytes: Bytes, shapes: PyTree) -> PyTree:
 
 
 def pieces(size: int, of: int | None = None) -> Iterator[slice]:
-    """Cut `size` bytes into pieces of `of` bytes, by default `PIECE_BYTES`."""
-    of = PIECE_BYTES if of is None else of
+    """Cut `size` bytes into pieces of `of` bytes, by default `COPY_CHUNK_BYTES`."""
+    of = COPY_CHUNK_BYTES if of is None else of
     return (slice(start, min(start + of, size)) for start in range(0, size, of))
 
 

@@ -27,7 +27,7 @@ from skippipe_jax.runtime.copied import Copy, pieces, unpacked
 from skippipe_jax.runtime.state import Kept, State
 
 # Chunks of a buddy checkpoint that is sent whole, while the links are idle.
-PIECE_BYTES = 1 << 26
+REBUILD_CHUNK_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def source_shapes(made: RebuiltStage, shapes: State) -> list[jax.ShapeDtypeStruc
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(dict(shapes)))
     return [
         jax.ShapeDtypeStruct((piece.stop - piece.start,), np.uint8)
-        for piece in pieces(size, PIECE_BYTES)
+        for piece in pieces(size, REBUILD_CHUNK_BYTES)
     ]
 
 
@@ -70,7 +70,7 @@ def source_arrays(
         return [np.asarray(leaf) for leaf in jax.tree.leaves(states[0].parameters["blocks"])]
     name = made.stage, made.step
     [copy] = [copy for copy in remains.copies if copy.name == name]
-    return [copy.state[piece] for piece in pieces(len(copy.state), PIECE_BYTES)]
+    return [copy.state[piece] for piece in pieces(len(copy.state), REBUILD_CHUNK_BYTES)]
 
 
 def rebuilt(

@@ -29,7 +29,7 @@ from skippipe_jax.runtime.spread import devices_of, parts_of
 
 # Bytes that a server copies at a time, and copies that it makes ahead of the network. With more of
 # either it holds several times the bytes that it sends, and is not faster.
-PIECE_BYTES = 1 << 20
+SERVER_COPY_BYTES = 1 << 20
 PARALLEL_COPIES = 2
 
 # Longest wait for the end of a server.
@@ -202,7 +202,7 @@ class Transfers:
                 # opens connections from it.
                 [join_address(arrays, 0)],
                 max_num_parallel_copies=PARALLEL_COPIES,
-                transfer_size=PIECE_BYTES,
+                transfer_size=SERVER_COPY_BYTES,
             )
             for other, address in requests.items()
         }

@@ -12,7 +12,7 @@ from skippipe_sched.serving.case import FRONT
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step, span_of
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
-from skippipe_jax.inference.token_sampling import Scores
+from skippipe_jax.inference.token_sampling import TokenScores
 from skippipe_jax.serving.hosts import RouteFailed, StageHosts
 from skippipe_jax.serving.local_stages import ActivationCodec
 from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_of, stages_of
@@ -70,7 +70,7 @@ class RoutedExecutor(StageExecutor):
 
     def prefill(
         self, step: Step, targets: Int[np.ndarray, "1 time"] | None = None
-    ) -> Scores | None:
+    ) -> TokenScores | None:
         """Implement `Decoder.prefill`; do not wait for hosts if nothing is scored."""
         if targets is not None:
             return super().prefill(step, targets)

@@ -25,7 +25,7 @@ from skippipe_jax.connections.join_offer import (
     Place,
     describe_files,
 )
-from skippipe_jax.connections.join_server import PIECE_BYTES, REQUESTERS, Pauses
+from skippipe_jax.connections.join_server import FILE_CHUNK_BYTES, REQUESTERS, Pauses
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.link_probe import SIZES
 from tests.connections.meshes import (
@@ -44,7 +44,7 @@ from tests.harness.ports import free_port
 
 CONTENTS = {
     "config.yaml": b"seed: 0\n",
-    "tokenizer/tokenizer.model": random.Random(0).randbytes(2 * PIECE_BYTES + 1),
+    "tokenizer/tokenizer.model": random.Random(0).randbytes(2 * FILE_CHUNK_BYTES + 1),
     "plan.json": b"",
 }
 

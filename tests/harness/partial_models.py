@@ -61,9 +61,15 @@ def save_checkpoint(folder: Path, parameters: Sequence[Any], step: int) -> None:
 
 
 def logits_of(model: StagedModel, order: Sequence[int], tokens: np.ndarray) -> np.ndarray:
-    """Scores [batch, time, vocabulary] of the next token at every position, without a cache."""
-    x = model.run(order, {"tokens": tokens, "targets": tokens})
-    return np.asarray(_logits(model.structures[0], model.parameters[0], x), np.float64)
+    """Scores [batch, time, vocabulary] of the next token at every position, without a cache.
+
+    All sequences are padded to the context, so that one program serves them.
+    """
+    time = tokens.shape[1]
+    padded = np.pad(tokens, ((0, 0), (0, max(model.context - time, 0))))
+    x = model.run(order, {"tokens": padded, "targets": padded})
+    logits = _logits(model.structures[0], model.parameters[0], x)[:, :time]
+    return np.asarray(logits, np.float64)
 
 
 @functools.partial(jax.jit, static_argnums=0)

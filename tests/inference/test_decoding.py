@@ -32,9 +32,9 @@ from skippipe_jax.inference.decoding import (
     KVPage,
     StageExecutor,
     Step,
-    _forward,
     batch_sizes,
     generate_tokens,
+    run_stage,
 )
 from skippipe_jax.inference.decoding import _logits as next_logits
 from skippipe_jax.inference.partial import Order, kept, parse_stage_order
@@ -45,8 +45,10 @@ from tests.harness.messages import expect_error
 from tests.harness.partial_models import logits_of, random_model, save_run
 from tests.inference.conftest import Command
 
-SHAPES = {"width": 32, "layers": 5, "heads": 4, "kv_heads": 2, "ffn_width": 24, "context": 64}
-SHAPES |= {"stage_layers": [1, 2, 1, 1], "rope_scaling": {"original_context": 8}}
+# Inner stages are alike, and caches of most tests have `LENGTH` positions: programs are shared.
+LENGTH, SLOTS = 64, 3
+SHAPES = {"width": 32, "layers": 7, "heads": 4, "kv_heads": 2, "ffn_width": 24, "context": LENGTH}
+SHAPES |= {"stage_layers": [1, 2, 2, 2], "rope_scaling": {"original_context": 8}}
 SECTIONS: dict[str, Any] = {"model": SHAPES, "data": {"sequence_length": 32}}
 STAGES = 4
 FULL: Order = (0, 1, 2, 3)
@@ -72,7 +74,7 @@ def test_matrices_are_multiplied_as_precisely_as_in_training():
         (_loss, (structures[0], parameters[0], x, tokens)),
         (_scores, (structures[0], parameters[0], x, tokens)),
         (_logits, (structures[0], parameters[0], x)),
-        (_forward, (structures[1], parameters[1], cache, x, tokens, None, None)),
+        (run_stage, (structures[1], parameters[1], cache, x, tokens, None, None)),
         (next_logits, (structures[0], parameters[0], x[:, :1])),
     ):
         products = re.findall(r"dot_general.*", function.lower(*arguments).as_text())
@@ -92,19 +94,19 @@ def test_matrices_are_multiplied_as_precisely_as_in_training():
     ],
 )
 def test_cached_logits_equal_uncached_ones(shape: dict[str, Any], order: Order):
-    """Of two sequences side by side, whose prompts come in two parts each, with padding."""
+    """Of sequences side by side, whose prompts come in two parts each, with padding."""
     model, prompt, total = model_with(**shape), 27, 40
-    tokens = np.random.default_rng(1).integers(0, 259, (2, total), dtype=np.int32)
+    tokens = np.random.default_rng(1).integers(0, 259, (SLOTS, total), dtype=np.int32)
     expected = logits_of(model, order, tokens)
-    executor = StageExecutor(model, order, 2, total)
-    for start, slot in itertools.product((0, 16), range(2)):
+    executor = StageExecutor(model, order, SLOTS, LENGTH)
+    for start, slot in itertools.product((0, 16), range(SLOTS)):
         span = tokens[slot : slot + 1, start : start + 16].copy()
         positions = np.arange(start, start + 16, dtype=np.int32)[None]
-        positions[positions >= prompt] = total
+        positions[positions >= prompt] = LENGTH
         executor.prefill(Step(span, positions, slot))
     for place in range(prompt, total):
         one = tokens[:, place : place + 1]
-        found = executor.next_logits(Step(one, np.full((2, 1), place, np.int32)))
+        found = executor.next_logits(Step(one, np.full((SLOTS, 1), place, np.int32)))
         assert np.abs(found - expected[:, place]).max() < 1e-4
     assert np.abs(expected).max() > 1
 
@@ -127,7 +129,7 @@ def requests_of(prompt: list[int]) -> st.SearchStrategy[DecodeRequest]:
     return st.builds(DecodeRequest, st.just(prompt), counts, HOW, ends)
 
 
-REQUESTS = st.lists(TOKEN, min_size=1, max_size=40).flatmap(requests_of)
+REQUESTS = st.lists(TOKEN, min_size=1, max_size=33).flatmap(requests_of)
 
 
 @settings(max_examples=10)
@@ -135,7 +137,7 @@ REQUESTS = st.lists(TOKEN, min_size=1, max_size=40).flatmap(requests_of)
 def test_requests_get_what_they_get_alone(asked: list[tuple[DecodeRequest, int]], data: Any):
     """Whoever enters and leaves meanwhile, and whatever has been in their slots before."""
     model = model_with()
-    generator, found, done = Generator(model.decoder(3, 64)), defaultdict(list), set()
+    generator, found, done = Generator(model.decoder(SLOTS, LENGTH)), defaultdict(list), set()
 
     def take_step():
         for number, is_last, drawn, *_ in generator.step():
@@ -156,7 +158,7 @@ def test_requests_get_what_they_get_alone(asked: list[tuple[DecodeRequest, int]]
         take_step()
     assert done == set(range(len(asked)))
     for number, (request, _) in enumerate(asked):
-        alone, expected = Generator(model.decoder(1, 64)), []
+        alone, expected = Generator(model.decoder(1, LENGTH)), []
         alone.submit(request)
         while alone.is_busy:
             expected += [decoded.drawn for decoded in alone.step()]
@@ -206,15 +208,15 @@ def test_nothing_compiles_anew_as_sequences_come_and_go():
 
 def test_draws_depend_on_the_seed_alone():
     model = model_with()
-    drawn = [list(generate_tokens(model, [256, 5], 30, Sampling(seed=seed))) for seed in (1, 1, 2)]
+    drawn = [list(generate_tokens(model, [256, 5], 40, Sampling(seed=seed))) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_the_end_mark_ends_the_text():
     model = model_with()
-    tokens = list(generate_tokens(model, [256, 5], 20, GREEDY))
+    tokens = list(generate_tokens(model, [256, 5], 40, GREEDY))
     end = tokens[7]
-    assert list(generate_tokens(model, [256, 5], 20, GREEDY, end)) == (tokens[: tokens.index(end)])
+    assert list(generate_tokens(model, [256, 5], 40, GREEDY, end)) == (tokens[: tokens.index(end)])
 
 
 @pytest.mark.parametrize(
@@ -277,15 +279,15 @@ def test_the_command_prints_prompt_and_text(
     run: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ):
     asked = ["generate", "--run", run, "--max-new-tokens"]
-    settings = ["20", "--temperature", "0", "--stage-order", "0,2,1"]
+    settings = ["40", "--temperature", "0", "--stage-order", "0,2,1"]
     tokenizer, model = ByteTokenizer(), along((0, 2, 1))
     prompt = [tokenizer.begin, *tokenizer.encode("déf").tolist()]
-    tokens = list(generate_tokens(model, prompt, 20, GREEDY, tokenizer.end))
+    tokens = list(generate_tokens(model, prompt, 40, GREEDY, tokenizer.end))
     expected = 0, "déf" + tokenizer.decode(tokens) + "\n", "stages 0 2 1 of 4\n"
     assert command(*asked, *settings, "--prompt", "déf") == expected
     monkeypatch.setattr(sys, "stdin", io.StringIO("déf"))
     assert command(*asked, *settings, "--prompt", "-") == expected
-    err = command(*asked, 5, "--keep-fraction", 0.5, "--prompt", "déf")[2]
+    err = command(*asked, 40, "--keep-fraction", 0.5, "--prompt", "déf")[2]
     assert err.endswith(" of 4\n")
 
 
@@ -295,32 +297,31 @@ CHATS = {"source": "chat", "path": "gone", "packing": "documents", "sequence_len
 def test_a_chat_prints_the_answer_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ):
-    shapes = SHAPES | {"context": 128}
-    model = save_run(tmp_path / "run", {"model": shapes, "data": CHATS}, STAGES)
-    asked = ["generate", "--run", tmp_path / "run", "--max-new-tokens", 6, "--temperature", 0]
+    model = save_run(tmp_path / "run", SECTIONS | {"data": CHATS}, STAGES)
+    asked = ["generate", "--run", tmp_path / "run", "--temperature", 0, "--max-new-tokens"]
     tokenizer = ByteTokenizer()
 
     def answer(*texts: str) -> str:
         roles = ["user", "assistant"] * 2
         messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
         prompt = encode_prompt(messages, tokenizer, "2026-11-22").tolist()
-        tokens = list(generate_tokens(model, prompt, 6, GREEDY, tokenizer.end))
+        tokens = list(generate_tokens(model, prompt, 2, GREEDY, tokenizer.end))
         return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]
 
-    first = answer("ab")
+    first = answer("abcdef")
     assert first
-    assert command(*asked, "--chat", "--prompt", "ab") == (0, first + "\n", "")
-    code, out, err = command(*asked, "--prompt", "ab")
+    assert command(*asked, 2, "--chat", "--prompt", "abcdef") == (0, first + "\n", "")
+    code, out, err = command(*asked, 40, "--prompt", "ab")
     assert (code, out[:2]) == (0, "ab")
     assert err == "the model was trained on conversations: add --chat to get an answer\n"
 
-    typed = io.StringIO("ab\nc\n")
+    typed = io.StringIO("abcdef\nc\n")
     monkeypatch.setattr(typed, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", typed)
-    shown = f"> {first}\n> {answer('ab', first, 'c')}\n> \n"
-    assert command(*asked, "--chat") == (0, shown, "")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n"))
-    assert command(*asked, "--chat", "--prompt", "-") == (0, first + "\n", "")
+    shown = f"> {first}\n> {answer('abcdef', first, 'c')}\n> \n"
+    assert command(*asked, 2, "--chat") == (0, shown, "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abcdef\n"))
+    assert command(*asked, 2, "--chat", "--prompt", "-") == (0, first + "\n", "")
 
 
 def test_a_chat_ends_with_the_turn_by_the_template(tmp_path: Path, command: Command):
@@ -341,13 +342,13 @@ def test_a_chat_ends_with_the_turn_by_the_template(tmp_path: Path, command: Comm
             f"{{{{ ' {end}' if m.role == 'assistant' }}}}{{% endfor %}}"
         )
         (folder / "chat_template.jinja").write_text(template)
-        words = ["--prompt", "<7> <8>", "--max-new-tokens", 20, "--temperature", 0]
+        words = ["--prompt", "<7> <8>", "--max-new-tokens", 40, "--temperature", 0]
         code, out, _ = command("generate", "--run", run, "--chat", *words)
         assert code == 0
         return out.split()
 
     prompt, model = [7, 8], model_with()
-    expected = [f"<{n}>" for n in generate_tokens(model, prompt, 20, GREEDY, 0)]
+    expected = [f"<{n}>" for n in generate_tokens(model, prompt, 40, GREEDY, 0)]
     assert said("<0>") == expected
     assert len(expected) > 3
     assert said(expected[3]) == expected[: expected.index(expected[3])]
@@ -382,7 +383,7 @@ def test_what_cannot_be_generated_is_refused(
 
 def test_few_sequences_run_few_rows(monkeypatch: pytest.MonkeyPatch):
     assert [batch_sizes(slots) for slots in (1, 3, 6, 16)] == [[1], [1, 3], [1, 4, 6], [1, 4, 16]]
-    generator, rows = Generator(model_with().decoder(6, 64)), list[int]()
+    generator, rows = Generator(model_with().decoder(SLOTS, LENGTH)), list[int]()
     next_logits = generator.decoder.next_logits
 
     def noted(step: Step) -> Any:
@@ -390,8 +391,8 @@ def test_few_sequences_run_few_rows(monkeypatch: pytest.MonkeyPatch):
         return next_logits(step)
 
     monkeypatch.setattr(generator.decoder, "next_logits", noted)
-    for count in (5, 1, 1, 1, 2):
+    for count in (5, 1, 2):
         generator.submit(DecodeRequest([256], count, GREEDY))
     while generator.is_busy:
         generator.step()
-    assert rows == [6, 6, 1, 1, 1]
+    assert rows == [3, 3, 1, 1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import encodings
 import functools
 import itertools
 import json
@@ -10,6 +11,7 @@ import math
 import re
 import shutil
 import signal
+import sysconfig
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -257,8 +259,9 @@ def test_one_table_has_all_that_is_asked_for(evaluated: Any, printed: Any):
 
 
 def test_the_picture_has_every_subset(printed: Any, tmp_path: Path):
-    printed("--keep-fraction", "1,0.67,0.3", "--plot", tmp_path / "shares.svg")
-    parts = ElementTree.parse(tmp_path / "shares.svg").iter()
+    picture = tmp_path / "made" / "shares.svg"
+    printed("--keep-fraction", "1,0.67,0.3", "--plot", picture)
+    parts = ElementTree.parse(picture).iter()
     dots = [part.get("class") for part in parts if part.tag.endswith("circle")]
     assert (dots.count("each"), dots.count("mean")) == (1 + 2 + 1, 3)
 
@@ -277,7 +280,10 @@ def test_the_text_is_found_from_another_folder_and_named(
     expect_error(command(*asked, "data.held_out=0.5"), "...has trained on")
 
 
-def test_of_a_model_without_a_run_it_is_said_how_to_name_text(tmp_path: Path, command: Command):
+def test_of_a_model_without_a_run_it_is_said_how_to_name_text(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(Path(encodings.__file__).parent))
     to_huggingface(Path("run"), tmp_path / "hf")
     asked = ["evaluate", "--hf", tmp_path / "hf", "--sequences", "1"]
     hint = "to use your own text, add --set data.source=text --set data.path=PATH\n"
@@ -397,7 +403,7 @@ def loss_of_transformers(model: LlamaForCausalLM, windows: np.ndarray) -> float:
         ("--keep-fraction 1.5", "--keep-fraction = 1.5...at most 1"),
         ("--keep-fraction 0.5 --subsets 0", "--subsets = 0...at least 1"),
         ("--plot a.svg", "--plot = 'a.svg'...Add --keep-fraction"),
-        ("--keep-fraction 1 --plot no/a.svg", "--plot = 'no/a.svg'...its folder does not exist"),
+        ("--keep-fraction 1 --plot text/a.svg", "--plot = 'text/a.svg'...is not a writable folder"),
         ("--num-stages 3", "--num-stages = 3...the plan of a run sets"),
         ("--set data.path=nowhere", "data.path"),
         ("--set data.held_out=0.5", "data.held_out = 0.5...has trained on"),

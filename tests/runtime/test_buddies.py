@@ -124,7 +124,7 @@ class Hosts:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copied, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(copied, "COPY_CHUNK_BYTES", 1000)
 
 
 def test_the_buddy_is_the_first_host_after_it_that_does_not_serve_the_stage():
