@@ -352,8 +352,10 @@ def skips_update(
 
 def functions_of_run(config: Config, stages: int) -> list[StageFunctions]:
     """Jit the functions of each stage of a run with `stages` stages; alike ones share them."""
-    tokens = config.data.microbatch_size * config.data.sequence_length
-    given, wire = (config.model, config.optimizer, config.train.steps), wire_of_run(config)
+    tokens, optimizer = config.data.microbatch_size * config.data.sequence_length, config.optimizer
+    # Runs of different lengths share functions if `decay_steps` gives the schedule.
+    steps = optimizer.decay_steps or config.train.steps
+    given, wire = (config.model, optimizer, steps), wire_of_run(config)
     return [
         stage_functions(*given, stage == 0, layers, tokens, wire)
         for stage, layers in enumerate(config.model.stage_partition(stages))

@@ -77,7 +77,8 @@ def test_text_alone_is_trained_on_and_shown(
     text: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("skippipe_jax.profiling.cluster.STAGE_S", 0.05)
-    settings = (*SMALL, "train.steps=2", "data.sequence_length=32", "compilation_cache=null")
+    settings = (*SMALL, "train.steps=2", "optimizer.decay_steps=100")
+    settings = (*settings, "data.sequence_length=32", "compilation_cache=null")
     small = [word for one in settings for word in ("--set", one)]
     trained = command("train", "--data", "text", *small)
     assert trained.code == 0

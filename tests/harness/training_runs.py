@@ -36,6 +36,14 @@ SMALL_CASE = {
     "microbatches_per_data_node": 2,
     "memory": 2,
 }
+# Steps so large that parameters which differ a little soon lead elsewhere. Runs of any length share
+# what is compiled, as the schedule does not depend on their length.
+OPTIMIZER = {
+    "learning_rate": 1e-2,
+    "warmup_steps": 2,
+    "decay_steps": 100,
+    "weight_decay": 0.1,
+}
 
 
 def write_config(folder: Path, **sections: Any) -> Path:
@@ -58,13 +66,7 @@ def write_config(folder: Path, **sections: Any) -> Path:
             "sequence_length": 32,
             "microbatch_size": 2,
         },
-        # Steps so large that parameters which differ a little soon lead elsewhere.
-        "optimizer": {
-            "learning_rate": 1e-2,
-            "warmup_steps": 2,
-            "decay_steps": 100,
-            "weight_decay": 0.1,
-        },
+        "optimizer": OPTIMIZER,
         "cluster": {"heartbeat_timeout_s": 20, "connect_timeout_s": 120},
     }
     path = folder / "config.yaml"

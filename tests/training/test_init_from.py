@@ -233,6 +233,7 @@ def child(parent: Path, step: int | None = None, **sections: Any) -> Config:
         "init_from": f"run:{parent}" + ("" if step is None else f"@{step}"),
         "compilation_cache": saved.compilation_cache,
         "plan": {"case": SMALL_CASE, "method": "balanced"},
+        "optimizer": {"decay_steps": 100},
         "data": {
             "source": "text",
             "path": str(parent.parent / "other"),
