@@ -268,8 +268,10 @@ def test_dtypes_stay_as_they_were_created(parameter_dtype: str):
 
 def test_runs_of_any_length_share_functions_where_it_does_not_set_the_schedule():
     def are_shared(**optimizer: int) -> bool:
-        given = {"model": MODEL, "optimizer": OptimizerConfig(**optimizer)}
-        short, long = (Config(train=TrainConfig(steps=steps), **given) for steps in (20, 30))
+        short, long = (
+            Config(train=TrainConfig(steps=steps), optimizer=OptimizerConfig(**optimizer))
+            for steps in (20, 30)
+        )
         return functions_of_run(short, 2) == functions_of_run(long, 2)
 
     assert are_shared(decay_steps=20)
