@@ -65,7 +65,7 @@ def stage_paths(plan: Plan) -> list[list[int]]:
 
 
 def iterations(batches: TrainingBatches, first: int, plan: Plan) -> list[list[Batch]]:
-    """The batches of the iterations of a phase, the first of which begins with microbatch `first`."""
+    """The batches of the iterations of a phase, which begins with microbatch `first`."""
     sent = len(plan.microbatches)
     return [[batches[first + i * sent + m] for m in range(sent)] for i in range(MOVE)]
 
