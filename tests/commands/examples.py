@@ -10,25 +10,21 @@ from typing import Any
 import yaml
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
 
-from tests.harness.training_runs import OPTIMIZER
+from tests.harness.training_runs import MODEL, OPTIMIZER, SMALL_CASE
 
-CASE: dict[str, Any] = {
-    "nodes": 3,
+# With the sizes that the model has.
+CASE: dict[str, Any] = SMALL_CASE | {
     "locations": ["here"],
     "links": [],
     "activation_bytes": 4096,
     "stage_bytes": 48832,
-    "forward_s": 0.1,
     "stages": [2, 1],
-    "path_length": 2,
     "microbatches_per_data_node": 1,
-    "memory": 2,
 }
-# Stages have the shapes and the optimizer of `tests.harness.training_runs`: compiled once for all.
 CONFIG: dict[str, Any] = {
     "run_dir": "run",
     "compilation_cache": None,
-    "model": {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32},
+    "model": MODEL,
     "plan": {"case": CASE, "method": "balanced"},
     "data": {
         "source": "text",

@@ -21,6 +21,8 @@ from tests.harness import oracle
 from tests.harness.messages import refusal
 from tests.harness.partial_models import evaluate_run
 from tests.harness.training_runs import (
+    MODEL,
+    OPTIMIZER,
     SMALL_CASE,
     arrays_of_checkpoint,
     by_name,
@@ -30,29 +32,15 @@ from tests.harness.training_runs import (
 )
 
 MOVE, STEPS = 5, 10
-CASE = {
+CASE = SMALL_CASE | {
     "locations": ["Belgium", "Iowa", "Oregon"],
-    "links": "gcp12",
-    "activation_bytes": 1e5,
-    "stage_bytes": 1e5,
-    "forward_s": 0.1,
     "memory": 3,
     "rules": {"max_swaps": 1, "max_swap_distance": 1, "max_jump": 2},
 }
-BEFORE = CASE | {
-    "nodes": 4,
-    "stages": [2, 1, 1],
-    "path_length": 2,
-    "microbatches_per_data_node": 3,
-}
-AFTER = CASE | {
-    "nodes": 3,
-    "stages": [2, 1],
-    "path_length": 2,
-    "microbatches_per_data_node": 4,
-}
+BEFORE = CASE | {"nodes": 4, "stages": [2, 1, 1], "microbatches_per_data_node": 3}
+AFTER = CASE | {"stages": [2, 1], "microbatches_per_data_node": 4}
 # So many that the 5 times 6 microbatches before the move and the 5 times 8 after it are an epoch.
-TEXT_BYTES = 2510
+TEXT_BYTES = 4870
 
 
 def load(path: Path, run: Path, steps: int, case: Any, **changes: Any) -> Config:
@@ -73,25 +61,11 @@ def iterations(batches: TrainingBatches, first: int, plan: Plan) -> list[list[Ba
 @pytest.mark.nightly
 def test_a_moved_run_equals_the_oracle(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """A run of 5 steps on 3 stages, of which paths skip one, goes on with 5 more on 2."""
-    sizes = {"width": 16, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 16}
     path = write_config(
         tmp_path,
-        model=sizes | {"layers": 6},
-        data={
-            "source": "text",
-            "path": str(tmp_path / "text"),
-            "sequence_length": 16,
-            "microbatch_size": 2,
-        },
-        optimizer={
-            "learning_rate": 1e-2,
-            "warmup_steps": 2,
-            "decay_steps": 100,
-            "weight_decay": 0.1,
-            "clip_norm": 0.5,
-            # So large that an update depends on how large a gradient is, not only on its direction.
-            "epsilon": 1e-2,
-        },
+        model=MODEL | {"layers": 6},
+        # So large that an update depends on how large a gradient is, not only on its direction.
+        optimizer=OPTIMIZER | {"clip_norm": 0.5, "epsilon": 1e-2},
         plan={"method": "balanced"},
         checkpoint={"every": MOVE},
         trace=f"every {MOVE}",
