@@ -267,12 +267,12 @@ def test_dtypes_stay_as_they_were_created(parameter_dtype: str):
 
 
 def test_runs_of_any_length_share_functions_where_it_does_not_set_the_schedule():
-    def are_shared(**optimizer: int) -> bool:
+    def are_shared(decay_steps: int | None) -> bool:
+        optimizer = OptimizerConfig(decay_steps=decay_steps)
         short, long = (
-            Config(train=TrainConfig(steps=steps), optimizer=OptimizerConfig(**optimizer))
-            for steps in (20, 30)
+            Config(train=TrainConfig(steps=steps), optimizer=optimizer) for steps in (20, 30)
         )
         return functions_of_run(short, 2) == functions_of_run(long, 2)
 
-    assert are_shared(decay_steps=20)
-    assert not are_shared()
+    assert are_shared(20)
+    assert not are_shared(None)
