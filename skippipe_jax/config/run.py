@@ -507,9 +507,14 @@ class Config(Section, name=""):
             self.averaging.require_blocks(self.model.stage_layers)
 
     @property
+    def schedule_steps(self) -> int:
+        """Number of steps of the learning rate schedule, also in longer or shorter runs."""
+        return self.optimizer.decay_steps or self.train.steps
+
+    @property
     def recipe_in_steps(self) -> RecipeConfig:
         """The recipe, with its phases counted in steps of this run."""
-        return self.recipe.in_steps(self.optimizer.decay_steps or self.train.steps)
+        return self.recipe.in_steps(self.schedule_steps)
 
     def traces(self, iteration: int) -> bool:
         """Return whether the timeline of an iteration, counted from 0, is recorded."""

@@ -84,7 +84,7 @@ def measure_stage(
     inputs = jax.device_put(inputs, here.whole if shape[0] else here.of_hop(inputs.shape))
     targets = jax.device_put(targets, here.whole)
     wire, tokens = wire_of_run(config), config.data.microbatch_size * config.data.sequence_length
-    given = config.model, config.optimizer, config.train.steps, *shape, tokens, wire
+    given = config.model, config.optimizer, config.schedule_steps, *shape, tokens, wire
     functions = stage_functions(*given, here.mesh)
     draw = jnp.zeros(4, jnp.uint32) if wire.gradients.is_drawn else None
     rounded_by = np.zeros(2, np.uint32)

@@ -139,7 +139,7 @@ def stage_functions(
     wire: Wire | None = None,
     mesh: Mesh | None = None,
 ) -> StageFunctions:
-    """Make the functions of a stage of `layers` blocks in a run of `steps` iterations.
+    """Make the functions of a stage of `layers` blocks; `steps` are those of the schedule.
 
     Without a `wire`, hops have the compute dtype. Without a `mesh`, the functions run on one
     device: that of their arguments.
@@ -353,7 +353,8 @@ def skips_update(
 def functions_of_run(config: Config, stages: int) -> list[StageFunctions]:
     """Jit the functions of each stage of a run with `stages` stages; alike ones share them."""
     tokens = config.data.microbatch_size * config.data.sequence_length
-    given, wire = (config.model, config.optimizer, config.train.steps), wire_of_run(config)
+    # Runs of any length share functions if `decay_steps` gives the schedule.
+    given, wire = (config.model, config.optimizer, config.schedule_steps), wire_of_run(config)
     return [
         stage_functions(*given, stage == 0, layers, tokens, wire)
         for stage, layers in enumerate(config.model.stage_partition(stages))

@@ -44,7 +44,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a run has been trained to its end; not to be changed."""
     folder = tmp_path_factory.mktemp("trained")

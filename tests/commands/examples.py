@@ -10,22 +10,21 @@ from typing import Any
 import yaml
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
 
-CASE: dict[str, Any] = {
-    "nodes": 3,
+from tests.harness.training_runs import MODEL, OPTIMIZER, SMALL_CASE
+
+# With the sizes that the model has.
+CASE: dict[str, Any] = SMALL_CASE | {
     "locations": ["here"],
     "links": [],
     "activation_bytes": 4096,
-    "stage_bytes": 41024,
-    "forward_s": 0.1,
+    "stage_bytes": 48832,
     "stages": [2, 1],
-    "path_length": 2,
     "microbatches_per_data_node": 1,
-    "memory": 2,
 }
 CONFIG: dict[str, Any] = {
     "run_dir": "run",
     "compilation_cache": None,
-    "model": {"width": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32},
+    "model": MODEL,
     "plan": {"case": CASE, "method": "balanced"},
     "data": {
         "source": "text",
@@ -34,6 +33,7 @@ CONFIG: dict[str, Any] = {
         "microbatch_size": 2,
         "held_out": 0.2,
     },
+    "optimizer": OPTIMIZER,
     "train": {"steps": 3},
     "checkpoint": {"every": 2, "keep": 2},
 }

@@ -14,7 +14,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.cli.init import NEXT, TEMPLATES
 from skippipe_jax.cli.main import parser
 from skippipe_jax.config import load_config
-from tests.commands.examples import Command, expect_one_error, write_inputs
+from tests.commands.examples import Command, expect_one_error, given, write_inputs
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,7 +29,6 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-BUDGET = ("--set", "plan.budget_s=4")
 SMALL = ("model.width=16", "model.layers=1", "model.heads=2", "model.kv_heads=1")
 
 
@@ -77,8 +76,8 @@ def test_text_alone_is_trained_on_and_shown(
     text: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("skippipe_jax.profiling.cluster.STAGE_S", 0.05)
-    settings = (*SMALL, "train.steps=2", "data.sequence_length=32", "compilation_cache=null")
-    small = [word for one in settings for word in ("--set", one)]
+    of_run = ("train.steps=2", "optimizer.decay_steps=100", "data.sequence_length=32")
+    small = given(*SMALL, *of_run, "compilation_cache=null")
     trained = command("train", "--data", "text", *small)
     assert trained.code == 0
     assert "by the timing model, all 2 iterations take" in trained.out, "is measured"
@@ -100,7 +99,9 @@ def test_text_alone_is_trained_on_and_shown(
     replanned = command(*again, "--set", "plan.budget_s=3")
     assert replanned.code == 0, replanned.err
     assert "not measured again: making a new plan from the measurement of 20" in replanned.out
-    expect_one_error(command(*again, "--set", "model.recompute=stage", *BUDGET), "it is measured")
+    expect_one_error(
+        command(*again, *given("model.recompute=stage", "plan.budget_s=4")), "it is measured"
+    )
     figures = Path("runs/default/case.measured.json")
     recorded = json.loads(figures.read_text())
     recorded["hosts"][0]["devices"] = ["abacus"]
@@ -142,9 +143,9 @@ def test_models_are_named_by_preset_or_folder(text: Path, command: Command):
     Path("model/config.json").write_text(json.dumps(LLAMA))
     preset = command("train", "--data", "text", "--model", "500m", "--dry-run")
     assert "preset: 500m" in preset.out
-    given = command("train", "--data", "text", "--model", "hf:model", "--dry-run")
-    assert "init_from: hf:model" in given.out
-    assert "vocabulary_size: 300" in given.out
+    named = command("train", "--data", "text", "--model", "hf:model", "--dry-run")
+    assert "init_from: hf:model" in named.out
+    assert "vocabulary_size: 300" in named.out
     wrong = command("train", "--data", "text", "--model", "huge", "--dry-run")
     expect_one_error(wrong, "model.preset = 'huge'", "tiny")
 

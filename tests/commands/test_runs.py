@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def test_training_tells_how_to_go_on(folder: Path, command: Command):
     *shown_lines, of_text, last, of_page = result.out.splitlines()
     shown = "\n".join(shown_lines)
     assert parse_config(yaml.safe_load(shown)) == load_config(Path("config.yaml"))
-    assert "optimizer" not in shown
+    assert "cluster" not in shown
     assert of_text.startswith("the text has ")
     assert yaml.safe_load(Path("run/config.yaml").read_text())["optimizer"]["beta2"] == 0.95
     assert "skippipe evaluate --run run" in last
@@ -162,31 +161,6 @@ def test_a_cache_that_cannot_be_used_costs_time_only(run: Path, command: Command
     assert result.err.count("\n") == 1
 
 
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """Nothing is compiled yet, in this process or in its cache; afterwards all is as it was."""
-    name = "jax_compilation_cache_dir"
-    before = getattr(jax.config, name)
-    jax.clear_caches()
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update(name, before)
-    compilation_cache.reset_cache()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [("evaluate", "--run", "run"), ("evaluate", "--run", "run", "--run", "other")],
-    ids=["one model", "several models"],
-)
-def test_a_model_that_is_used_keeps_its_programs(
-    words: Sequence[str], run: Path, command: Command, forgotten: None
-):
-    shutil.copytree(run, "other")
-    assert command(*words, "--set", "compilation_cache=kept").code == 0
-    assert any(path.name.startswith("jit_") for path in Path("kept").iterdir())
-
-
 def test_two_trainings_do_not_write_one_folder(run: Path, command: Command):
     words = "another training run is writing to it", "set another folder"
     resumed, new = (*TRAIN, "--resume", *given("train.steps=4")), (*TRAIN, *given("run_dir=new"))
@@ -261,3 +235,21 @@ def test_the_best_checkpoint_is_told_of_and_evaluated_by_its_name(run: Path, com
     assert evaluated.out.startswith(f"step {best['step']}: "), evaluated.out
     written = command("convert", "to-hf", "--run", "run", "-o", "model", "--step", "best")
     assert f"exported step {best['step']} of run to model" in written.out
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Nothing is compiled yet, in this process or in its cache; afterwards all is as it was."""
+    name = "jax_compilation_cache_dir"
+    before = getattr(jax.config, name)
+    jax.clear_caches()
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update(name, before)
+    compilation_cache.reset_cache()
+
+
+def test_a_model_that_is_used_keeps_its_programs(run: Path, command: Command, forgotten: None):
+    """The last test of this file, as those before it share what is compiled."""
+    assert command("evaluate", "--run", "run", "--set", "compilation_cache=kept").code == 0
+    assert any(path.name.startswith("jit_") for path in Path("kept").iterdir())

@@ -12,23 +12,12 @@ from skippipe_jax.storage.checkpoint import latest_step
 from skippipe_jax.storage.run_dir import MEMBERSHIP
 from tests.harness.ports import free_port
 from tests.harness.processes import Processes
-from tests.harness.training_runs import settings, steps_done, virtual_devices
+from tests.harness.training_runs import SMALL_CASE, settings, steps_done, virtual_devices
 
 TRAIN = ("-m", "skippipe_jax.train")
 PATIENCE_S = 180.0
 # Two replicas of each of two stages.
-CASE = {
-    "nodes": 4,
-    "locations": ["here"],
-    "links": [],
-    "activation_bytes": 1e5,
-    "stage_bytes": 1e5,
-    "forward_s": 0.1,
-    "stages": [2, 2],
-    "path_length": 2,
-    "microbatches_per_data_node": 2,
-    "memory": 2,
-}
+CASE = SMALL_CASE | {"nodes": 4, "locations": ["here"], "links": [], "stages": [2, 2]}
 # A step takes a quarter of a second where a host is lost, of plans with the case of such runs.
 PACED = settings(
     network__mode="emulate", network__emulate_compute="true", plan__case__forward_s=0.02

@@ -36,6 +36,16 @@ SMALL_CASE = {
     "microbatches_per_data_node": 2,
     "memory": 2,
 }
+# Two blocks a stage: stages of other runs with as many blocks share what is compiled.
+MODEL = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
+# Steps so large that parameters which differ a little soon lead elsewhere. Runs of any length share
+# what is compiled, as the schedule does not depend on their length.
+OPTIMIZER = {
+    "learning_rate": 1e-2,
+    "warmup_steps": 2,
+    "decay_steps": 100,
+    "weight_decay": 0.1,
+}
 
 
 def write_config(folder: Path, **sections: Any) -> Path:
@@ -44,27 +54,14 @@ def write_config(folder: Path, **sections: Any) -> Path:
     (folder / "text").write_bytes(bytes(text.tolist()))
     config = {
         "compilation_cache": os.environ["JAX_COMPILATION_CACHE_DIR"],
-        "model": {
-            "width": 16,
-            "layers": 4,
-            "heads": 2,
-            "kv_heads": 1,
-            "ffn_width": 24,
-            "context": 32,
-        },
+        "model": MODEL,
         "data": {
             "source": "text",
             "path": str(folder / "text"),
             "sequence_length": 32,
             "microbatch_size": 2,
         },
-        # Steps so large that parameters which differ a little soon lead elsewhere.
-        "optimizer": {
-            "learning_rate": 1e-2,
-            "warmup_steps": 2,
-            "decay_steps": 100,
-            "weight_decay": 0.1,
-        },
+        "optimizer": OPTIMIZER,
         "cluster": {"heartbeat_timeout_s": 20, "connect_timeout_s": 120},
     }
     path = folder / "config.yaml"

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from skippipe_jax.config import ModelConfig, OptimizerConfig
+from skippipe_jax.config import Config, ModelConfig, OptimizerConfig, TrainConfig
 from skippipe_jax.models.llama import DataStage
 from skippipe_jax.runtime.stage_functions import (
     LOSS,
@@ -23,6 +23,7 @@ from skippipe_jax.runtime.stage_functions import (
     TOTALS,
     Z_LOSS,
     StageFunctions,
+    functions_of_run,
     skips_update,
     stage_functions,
 )
@@ -263,3 +264,15 @@ def test_dtypes_stay_as_they_were_created(parameter_dtype: str):
     assert {leaf.dtype for leaf in gradients} == {np.dtype("float32")}
     drawn_by = np.zeros(2, np.uint32)
     assert jax.eval_shape(functions.update, *created, new_totals(), drawn_by) == created
+
+
+def test_runs_of_any_length_share_functions_where_it_does_not_set_the_schedule():
+    def are_shared(decay_steps: int | None) -> bool:
+        optimizer = OptimizerConfig(decay_steps=decay_steps)
+        short, long = (
+            Config(train=TrainConfig(steps=steps), optimizer=optimizer) for steps in (20, 30)
+        )
+        return functions_of_run(short, 2) == functions_of_run(long, 2)
+
+    assert are_shared(20)
+    assert not are_shared(None)

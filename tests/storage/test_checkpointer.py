@@ -14,7 +14,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -115,14 +114,16 @@ def test_orbax_is_quiet_where_others_are_not(tmp_path, caplog):
     assert [record.getMessage() for record in caplog.records] == ["another library"]
 
 
-def test_only_who_writes_changes_what_other_libraries_print():
+def test_only_who_writes_changes_what_other_libraries_print(tmp_path):
     program = """
 import logging, sys
 import skippipe_jax.storage.loading
 assert sys.unraisablehook is sys.__unraisablehook__
 assert not logging.getLogger("absl").filters + logging.getLogger("asyncio").filters
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    with started_processes(tmp_path) as processes:
+        processes.start("-c", program)
+        assert processes.exit_code(0, 60) == 0, processes.outputs()
 
 
 def test_a_run_of_an_earlier_version_keeps_its_best_checkpoint(tmp_path):

@@ -21,6 +21,8 @@ from tests.harness import oracle
 from tests.harness.messages import refusal
 from tests.harness.partial_models import evaluate_run
 from tests.harness.training_runs import (
+    MODEL,
+    OPTIMIZER,
     SMALL_CASE,
     arrays_of_checkpoint,
     by_name,
@@ -29,30 +31,16 @@ from tests.harness.training_runs import (
     write_config,
 )
 
-MOVE, STEPS = 10, 20
-CASE = {
+MOVE, STEPS = 5, 10
+CASE = SMALL_CASE | {
     "locations": ["Belgium", "Iowa", "Oregon"],
-    "links": "gcp12",
-    "activation_bytes": 1e5,
-    "stage_bytes": 1e5,
-    "forward_s": 0.1,
     "memory": 3,
     "rules": {"max_swaps": 1, "max_swap_distance": 1, "max_jump": 2},
 }
-BEFORE = CASE | {
-    "nodes": 9,
-    "stages": [2, 2, 1, 2, 1, 1],
-    "path_length": 4,
-    "microbatches_per_data_node": 3,
-}
-AFTER = CASE | {
-    "nodes": 7,
-    "stages": [2, 2, 1, 2],
-    "path_length": 3,
-    "microbatches_per_data_node": 4,
-}
-# So many that the 10 times 6 microbatches before the move and the 10 times 8 after it are an epoch.
-TEXT_BYTES = 5015
+BEFORE = CASE | {"nodes": 4, "stages": [2, 1, 1], "microbatches_per_data_node": 3}
+AFTER = CASE | {"stages": [2, 1], "microbatches_per_data_node": 4}
+# So many that the 5 times 6 microbatches before the move and the 5 times 8 after it are an epoch.
+TEXT_BYTES = 4870
 
 
 def load(path: Path, run: Path, steps: int, case: Any, **changes: Any) -> Config:
@@ -65,33 +53,19 @@ def stage_paths(plan: Plan) -> list[list[int]]:
 
 
 def iterations(batches: TrainingBatches, first: int, plan: Plan) -> list[list[Batch]]:
-    """The batches of ten iterations, the first of which begins with microbatch `first`."""
+    """The batches of the iterations of a phase, which begins with microbatch `first`."""
     sent = len(plan.microbatches)
     return [[batches[first + i * sent + m] for m in range(sent)] for i in range(MOVE)]
 
 
 @pytest.mark.nightly
 def test_a_moved_run_equals_the_oracle(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A run of 10 steps on 6 stages goes on with 10 more on 4."""
-    sizes = {"width": 16, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 16}
+    """A run of 5 steps on 3 stages, of which paths skip one, goes on with 5 more on 2."""
     path = write_config(
         tmp_path,
-        model=sizes | {"layers": 12},
-        data={
-            "source": "text",
-            "path": str(tmp_path / "text"),
-            "sequence_length": 16,
-            "microbatch_size": 2,
-        },
-        optimizer={
-            "learning_rate": 1e-2,
-            "warmup_steps": 2,
-            "decay_steps": 100,
-            "weight_decay": 0.1,
-            "clip_norm": 0.5,
-            # So large that an update depends on how large a gradient is, not only on its direction.
-            "epsilon": 1e-2,
-        },
+        model=MODEL | {"layers": 6},
+        # So large that an update depends on how large a gradient is, not only on its direction.
+        optimizer=OPTIMIZER | {"clip_norm": 0.5, "epsilon": 1e-2},
         plan={"method": "balanced"},
         checkpoint={"every": MOVE},
         trace=f"every {MOVE}",
@@ -105,17 +79,17 @@ def test_a_moved_run_equals_the_oracle(tmp_path: Path, capsys: pytest.CaptureFix
     after = RunDir(run).plan()
     assert_as_the_oracle(run, config, before, after)
     out = capsys.readouterr().out
-    move = f"plan changed after step {MOVE}: 6 stages on 9 nodes -> 4 stages on 7 nodes"
+    move = f"plan changed after step {MOVE}: 3 stages on 4 nodes -> 2 stages on 3 nodes"
     assert f"{move}; predicted iteration " in out
     assert RunDir(run).config() == config
-    assert len(after.stages) == 4
+    assert len(after.stages) == 2
     # What was recorded under the plan before was drawn by it, and does not meet the other.
     assert recorded_steps(run) == [STEPS]
     for step in (MOVE, STEPS):
         assert (run / "timelines" / f"{step:08d}.svg").exists()
     # The checkpoint before the move is of the same model.
-    assert open_checkpoint(run, MOVE).record.stage_layers == (2,) * 6
-    assert open_checkpoint(run, STEPS).record.stage_layers == (3,) * 4
+    assert open_checkpoint(run, MOVE).record.stage_layers == (2,) * 3
+    assert open_checkpoint(run, STEPS).record.stage_layers == (3,) * 2
     assert evaluate_run(run, MOVE, 4).loss == loss_before
 
 
@@ -123,8 +97,8 @@ def assert_as_the_oracle(run: Path, config: Config, before: Plan, after: Plan) -
     batches = TrainingBatches(config.data)
     moved = MOVE * len(before.microbatches)
     phases = [
-        oracle.Phase((2,) * 6, stage_paths(before), iterations(batches, 0, before)),
-        oracle.Phase((3,) * 4, stage_paths(after), iterations(batches, moved, after)),
+        oracle.Phase((2,) * 3, stage_paths(before), iterations(batches, 0, before)),
+        oracle.Phase((3,) * 2, stage_paths(after), iterations(batches, moved, after)),
     ]
     parameters, losses = oracle.train_by(config.model, config.optimizer, phases, config.seed, STEPS)
     found = arrays_of_checkpoint(run, STEPS)

@@ -115,7 +115,7 @@ def assert_same(found: Timeline, expected: Timeline) -> None:
     assert found.nodes == expected.nodes
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(routed_cases(contentions=["none", "link"]), st.data())
 def test_recordings_of_all_hosts_together_are_the_iteration(routed, data):
     plan = planned(*routed)

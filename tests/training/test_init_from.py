@@ -45,7 +45,14 @@ from tests.harness.llama_models import random_llama, save
 from tests.harness.messages import refusal
 from tests.harness.ports import free_port
 from tests.harness.processes import started_processes
-from tests.harness.training_runs import SMALL_CASE, by_name, train_alone, write_config
+from tests.harness.training_runs import (
+    MODEL,
+    OPTIMIZER,
+    SMALL_CASE,
+    by_name,
+    train_alone,
+    write_config,
+)
 
 CASE = SMALL_CASE | {"nodes": 4, "stages": [1, 2, 1], "microbatches_per_data_node": 4}
 
@@ -209,7 +216,8 @@ def seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder `seed` of a run of two stages, with checkpoints of steps 1 and 2."""
     folder = tmp_path_factory.mktemp("seed")
     plan = {"case": SMALL_CASE, "method": "balanced"}
-    write_config(folder, plan=plan, checkpoint={"every": 1}, train={"steps": 2})
+    model = MODEL | {"context": 64}
+    write_config(folder, plan=plan, model=model, checkpoint={"every": 1}, train={"steps": 2})
     run(load_config(folder / "config.yaml", [f"run_dir={folder / 'seed'}"]))
     return folder / "seed"
 
@@ -233,10 +241,11 @@ def child(parent: Path, step: int | None = None, **sections: Any) -> Config:
         "init_from": f"run:{parent}" + ("" if step is None else f"@{step}"),
         "compilation_cache": saved.compilation_cache,
         "plan": {"case": SMALL_CASE, "method": "balanced"},
+        "optimizer": OPTIMIZER,
         "data": {
             "source": "text",
             "path": str(parent.parent / "other"),
-            "sequence_length": 16,
+            "sequence_length": 32,
             "microbatch_size": 2,
         },
         "train": {"steps": 1},
@@ -291,7 +300,7 @@ def test_a_child_begins_where_its_parent_was(
         seed,
         1,
         run_dir=str(tmp_path / "child"),
-        model={"context": 16, "stage_layers": cut, "parameter_dtype": dtype},
+        model={"context": 32, "stage_layers": cut, "parameter_dtype": dtype},
         plan={"case": case, "method": "balanced"},
     )
     expected = whole(seed, 1, dtype)

@@ -39,6 +39,7 @@ from skippipe_jax.training.elastic.join_offers import JoinOffers
 from skippipe_jax.training.elastic.join_search import JoinSearch
 from skippipe_jax.training.elastic.joining import Admission, admission
 from tests.harness.step_metrics import metrics_of
+from tests.harness.training_runs import MODEL
 from tests.sched.examples import plan_of
 
 RUN = Config(
@@ -431,13 +432,12 @@ def test_what_a_host_has_measured_is_kept_told_and_planned_for(tmp_path: Path):
 
 
 def test_seconds_are_measured_where_those_of_the_case_were(monkeypatch: pytest.MonkeyPatch):
-    small = {"width": 16, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_width": 32, "context": 16}
-    data = {"sequence_length": 16, "microbatch_size": 1}
+    data = {"sequence_length": 32, "microbatch_size": 2}
     here = single(jax.local_devices()[0])
     monkeypatch.setattr(measuring, "STAGE_S", 0.0)
-    told = parse_config({"model": small, "data": data})
+    told = parse_config({"model": MODEL, "data": data})
     assert forward_seconds(told, PLAN, 1, here) is None
-    config = parse_config({"model": small, "data": data, "plan": "auto"})
+    config = parse_config({"model": MODEL, "data": data, "plan": "auto"})
     seconds = forward_seconds(config, PLAN, 1, here)
     assert seconds is not None
     assert 0 < seconds < 10

@@ -36,21 +36,12 @@ from skippipe_jax.training.callbacks.base import Callback, RunView
 from skippipe_jax.training.report import GenerationReport, plan_session
 from skippipe_jax.training.trainer import Trainer
 from tests.harness.thread_cluster import Host, Lost, Network, train
-from tests.harness.training_runs import write_config
+from tests.harness.training_runs import SMALL_CASE, write_config
 
 PATIENCE_S = 60.0
 STEPS = 6
 # Host 0 has stage 0, and hosts 1 and 2 have a replica of stage 1 each.
-CASE = {
-    "nodes": 3,
-    "locations": ["here"],
-    "links": [],
-    "forward_s": 0.1,
-    "stages": [1, 2],
-    "path_length": 2,
-    "microbatches_per_data_node": 2,
-    "memory": 2,
-}
+CASE = SMALL_CASE | {"locations": ["here"], "links": []}
 # Ask, promise, ask, accepted, decided; then a report, and the word that all are ready.
 DECIDING, OPENING = 5, 2
 MOST_ROUND_TRIPS = 6
