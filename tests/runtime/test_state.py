@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import pytest
 
-from skippipe_jax.config import Config, DataConfig, ModelConfig
+from skippipe_jax.config import Config, DataConfig
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.state import Origin, StageState, from_checkpoint, make_states
 from skippipe_jax.storage import loading
@@ -20,12 +21,13 @@ from skippipe_jax.storage.checkpoint import Checkpoint, open_checkpoint
 from skippipe_jax.storage.checkpointer import write_initial_checkpoint
 from tests.harness.one_host import open_alone
 from tests.harness.training_runs import assert_same_bits, by_name
+from tests.runtime.test_oracle import BATCH, SMALL, TIME
 from tests.sched.examples import plan_of
 
 # Three replicas of the second stage, each on a device of its own.
 PLAN = plan_of([[0], [1, 2, 3]], [[0, 1], [0, 2], [0, 3]])
-MODEL = ModelConfig(width=16, layers=4, heads=2, kv_heads=1, ffn_width=24, context=32)
-CONFIG = Config(model=MODEL, data=DataConfig(sequence_length=32, microbatch_size=2))
+MODEL = replace(SMALL, layers=2)
+CONFIG = Config(model=MODEL, data=DataConfig(sequence_length=TIME, microbatch_size=BATCH))
 CUT = MODEL.stage_partition(2)
 
 
