@@ -220,8 +220,10 @@ def assert_training_equals_the_oracle(
     batches: list[list[Batch]],
     devices: int,
     way: Way,
+    *,
+    watched_by: Callable[[Runtime], None] = lambda _: None,
 ) -> list[Outcome]:
-    runtime, outcomes = run(plan, model, optimizer, batches, devices, way)
+    runtime, outcomes = run(plan, model, optimizer, batches, devices, way, watched_by=watched_by)
 
     stage_paths = [[plan.stage_of[node] for node in path] for path in plan.microbatches]
     expected, losses = oracle.train(
@@ -327,16 +329,16 @@ def test_matrices_that_muon_updates(way: Way):
 @pytest.mark.parametrize(("way", "name"), [*((way, "adamw") for way in WAYS), (WAYS[1], "muon")])
 def test_moments_that_wait_in_the_memory_of_the_host(way: Way, name: str):
     optimizer = dataclasses.replace(OPTIMIZER, name=name, clip_norm=CLIPPING, state_memory="host")
-    batches = random_batches(REPLICATED, seed=4)
+    batches, seen = random_batches(REPLICATED, seed=4), list[Runtime]()
 
     def see(runtime: Runtime) -> None:
+        seen.append(runtime)
         for state in runtime.states.values():
             leaves = jax.tree.leaves(state.optimizer_state)
             assert {leaf.sharding.memory_kind for leaf in leaves} == {"pinned_host"}
 
-    runtime, _ = run(REPLICATED, SMALL, optimizer, batches, 2, way, watched_by=see)
-    see(runtime)
-    assert_training_equals_the_oracle(REPLICATED, SMALL, optimizer, batches, 2, way)
+    assert_training_equals_the_oracle(REPLICATED, SMALL, optimizer, batches, 2, way, watched_by=see)
+    see(seen[0])
 
 
 @pytest.mark.nightly
