@@ -18,7 +18,7 @@ MAX_PARAMETERS = 8
 # Exceptions, as `module: function`. Nobody adds to them; whoever makes one short takes it off.
 LONG_FUNCTIONS = {
     "skippipe_jax.consensus.next_generation: next_generation",
-    "skippipe_jax.runtime.stage_functions: stage_functions",
+    "skippipe_jax.runtime.stage_functions: _operations",
     "skippipe_sched.search.evaluator: evaluate",
     "skippipe_sched.search.evaluator: replay",
 }

@@ -146,7 +146,7 @@ def drawn_weights(config: Config, stages: int) -> Callable[[int], Parameters]:
     # By the run's own program: compiled otherwise, some would be rounded otherwise.
     functions = functions_of_run(config, stages)
     key = jax.random.key(config.seed)
-    return lambda stage: functions[stage].create(key, layers.blocks(stage).start)[0]
+    return lambda stage: functions[stage].initialize(key, layers.blocks(stage).start)
 
 
 def write_weights(

@@ -46,9 +46,8 @@ from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.runtime.ring import Ring
 from skippipe_jax.runtime.stage_functions import (
     TOTALS,
-    StageFunctions,
     activation,
-    stage_functions,
+    functions_of_stage,
     wire_of_run,
 )
 
@@ -154,28 +153,16 @@ def counted_working(config: Config, layers: int, is_data_stage: bool) -> int:
     return max(size(parameters) + made + size(converted), size(gradients))
 
 
-def functions(config: Config, layers: int, is_data_stage: bool) -> StageFunctions:
-    """The functions of a stage, as training has them."""
-    tokens = config.data.microbatch_size * config.data.sequence_length
-    return stage_functions(
-        config.model,
-        config.optimizer,
-        config.train.steps,
-        is_data_stage,
-        layers,
-        tokens,
-        wire_of_run(config),
-    )
-
-
 def shapes(config: Config, layers: int, is_data_stage: bool) -> tuple[Any, Any, Any]:
     """Of parameters, optimizer state and gradients of a stage."""
-    return jax.eval_shape(functions(config, layers, is_data_stage).create, jax.random.key(0), 0)
+    return jax.eval_shape(
+        functions_of_stage(config, is_data_stage, layers).create, jax.random.key(0), 0
+    )
 
 
 def saved(config: Config, layers: int, is_data_stage: bool) -> Any:
     """Shapes of what one forward pass leaves for its backward pass."""
-    own = functions(config, layers, is_data_stage)
+    own = functions_of_stage(config, is_data_stage, layers)
     inputs = wire_of_run(config).activations.travelling
     if is_data_stage:
         marked = (2,) if config.data.packing == "documents" else ()
@@ -191,7 +178,7 @@ def made_by_loss(config: Config, layers: int) -> int:
     They are found in the program of the loss, whose products are those of the head: the first
     gives logits, and the two others share the gradient.
     """
-    loss = functions(config, layers, True).loss
+    loss = functions_of_stage(config, True, layers).loss
     traced = jax.make_jaxpr(loss)(*arguments_of_loss(config, layers))
     first, *others = _products(traced.jaxpr)
     [gradient] = set.intersection(*(set(product.invars) for product in others))
@@ -263,12 +250,12 @@ def size(tree: Any) -> int:
 def compiled_working(config: Config, case: Case) -> dict[str, dict[str, int]]:
     """Bytes that a backward pass and a loss need for a while, as XLA plans it and by formula."""
     layers, memory = config.model.stage_partition(len(case.stages)), memory_of_stages(config, case)
-    loss: Any = functions(config, layers[0], True).loss
+    loss: Any = functions_of_stage(config, True, layers[0]).loss
     planned = loss.lower(*arguments_of_loss(config, layers[0])).compile().memory_analysis()
     formula = memory[0].parameters + bytes_of_loss(config.model, config.data)
     result = {"loss": {"xla": planned.temp_size_in_bytes, "formula": formula}}
     for stage, kind in ((0, "data"), (1, "inner")):
-        own = functions(config, layers[stage], stage == 0)
+        own = functions_of_stage(config, stage == 0, layers[stage])
         parameters, _, gradients = shapes(config, layers[stage], stage == 0)
         kept = saved(config, layers[stage], stage == 0)
         gauge, cotangent = (

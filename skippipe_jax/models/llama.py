@@ -346,19 +346,16 @@ def create_stage(
     return kind(config, stage_layers[stage], sum(stage_layers[:stage]), key)
 
 
-@functools.cache
 def stage_shapes(config: ModelConfig, stages: int) -> Sequence[Any]:
     """Return shape and dtype of every parameter of every stage, without creating any."""
     layers = config.stage_partition(stages)
+    return tuple(_shapes(config, min(stage, 1), own) for stage, own in enumerate(layers))
 
-    def create() -> tuple[Any, ...]:
-        key = jax.random.key(0)
-        return tuple(
-            nnx.to_pure_dict(nnx.state(create_stage(config, stage, layers, key)))
-            for stage in range(stages)
-        )
 
-    return jax.eval_shape(create)
+@functools.cache
+def _shapes(config: ModelConfig, stage: int, layers: int) -> Any:
+    create = functools.partial(create_stage, config, stage, (layers, layers))
+    return jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(create(jax.random.key(0)))))
 
 
 class StageStructure:

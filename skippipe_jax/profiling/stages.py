@@ -20,7 +20,7 @@ from skippipe_jax.runtime.stage_functions import (
     TOKENS,
     TOTALS,
     activation,
-    stage_functions,
+    functions_of_stage,
     wire_of_run,
 )
 
@@ -83,9 +83,7 @@ def measure_stage(
     inputs, targets = _inputs(config, shape, device)
     inputs = jax.device_put(inputs, here.whole if shape[0] else here.of_hop(inputs.shape))
     targets = jax.device_put(targets, here.whole)
-    wire, tokens = wire_of_run(config), config.data.microbatch_size * config.data.sequence_length
-    given = config.model, config.optimizer, config.schedule_steps, *shape, tokens, wire
-    functions = stage_functions(*given, here.mesh)
+    wire, functions = wire_of_run(config), functions_of_stage(config, *shape).on(here.mesh)
     draw = jnp.zeros(4, jnp.uint32) if wire.gradients.is_drawn else None
     rounded_by = np.zeros(2, np.uint32)
     seconds: dict[str, list[float]] = defaultdict(list)

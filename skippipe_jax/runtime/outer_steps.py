@@ -25,7 +25,7 @@ from skippipe_jax.runtime.stage_functions import (
     TOTALS,
     StageFunctions,
     Totals,
-    functions_of_run,
+    functions_of_stage,
 )
 from skippipe_jax.runtime.state import MOMENTUM, FragmentInTransit, OwnOrigin, StageState, State
 from skippipe_jax.runtime.topology import Topology
@@ -140,7 +140,7 @@ def inner_steps(config: Config, stages: int) -> list[InnerStep]:
     bounded = [replace(config, optimizer=own) for own in optimizers]
     tokens = config.data.microbatch_size * config.data.sequence_length
     return [
-        _inner_step(functions_of_run(own, stages)[stage], tokens)
+        _inner_step(functions_of_stage(own, stage == 0, layers[stage]), tokens)
         for stage, own in enumerate(bounded)
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -115,9 +114,3 @@ def whole(array: jax.Array) -> jax.Array:
     if len(array.sharding.device_set) == 1:
         return array
     return jax.device_put(array, SingleDeviceSharding(devices_of(array.sharding)[0]))
-
-
-@functools.cache
-def single(device: jax.Device) -> NodeSharding:
-    """Make the spread of a single device."""
-    return NodeSharding((device,))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -91,8 +91,8 @@ class StageFunctions:
 
     state_memory: str | None
     """kind of memory that holds the optimizer's state between updates; None: that of the device"""
-    create: Callable[[PRNGKeyArray, int], tuple[Parameters, PyTree, Gradients]]
-    """(key, first layer) -> parameters, optimizer state, zero gradients"""
+    initialize: Callable[[PRNGKeyArray, int], Parameters]
+    """(key, first layer) -> parameters"""
     begin: Callable[[Parameters], PyTree]
     """parameters -> optimizer state before the first update"""
     no_gradients: Callable[[Parameters], Gradients]
@@ -120,6 +120,11 @@ class StageFunctions:
     on: Callable[[Mesh | None], StageFunctions]
     """mesh, or None for one device -> functions of the same stage on it"""
 
+    def create(self, key: PRNGKeyArray, first_layer: int) -> tuple[Parameters, PyTree, Gradients]:
+        """Return initial parameters, optimizer state and zero gradients."""
+        parameters = self.initialize(key, first_layer)
+        return parameters, self.begin(parameters), self.no_gradients(parameters)
+
 
 def activation(model: ModelConfig, data: DataConfig) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of a microbatch's activation between stages, and of its gradient."""
@@ -144,25 +149,9 @@ def stage_functions(
     Without a `wire`, hops have the compute dtype. Without a `mesh`, the functions run on one
     device: that of their arguments.
     """
-    kind = DataStage if is_data_stage else Stage
-    computed = jax.ShapeDtypeStruct((model.width,), model.compute_dtype)
-    plain = WireFormat(computed, model.compute_dtype, model.width)
-    activation_format = wire.activations if wire else plain
-    gradient_format = wire.gradients if wire else plain
+    of_stage = is_data_stage, layers, microbatch_tokens, wire
+    operations = _operations(model, optimizer.z_loss, *of_stage, mesh)
     transformation = update_rule(optimizer, steps)
-    structure = nnx.graphdef(nnx.eval_shape(lambda: kind(model, layers, 0, jax.random.key(0))))
-
-    def apply(parameters: Parameters, inputs: Array) -> Array:
-        return nnx.merge(structure, parameters)(inputs)
-
-    def linearized(parameters: Parameters, inputs: Array) -> tuple[Array, Callable]:
-        if is_data_stage:
-            return jax.vjp(lambda parameters: apply(parameters, inputs), parameters)
-        return jax.vjp(apply, parameters, activation_format.unpack(inputs))
-
-    def create(key: PRNGKeyArray, first_layer: int):
-        parameters = nnx.to_pure_dict(nnx.state(kind(model, layers, first_layer, key)))
-        return parameters, begin(parameters), zero_gradients(parameters)
 
     def begin(parameters: Parameters) -> PyTree:
         return stored(transformation.init(parameters))
@@ -172,6 +161,75 @@ def stage_functions(
         if optimizer.state_memory == "device":
             return optimizer_state
         return jax.device_put(optimizer_state, jax.memory.Space.Host)
+
+    def update(
+        parameters: Parameters,
+        optimizer_state: PyTree,
+        gradients: Gradients,
+        totals: Totals,
+        draw: RoundingDraw | None = None,
+    ):
+        scale = _gradient_scale(optimizer, totals, microbatch_tokens)
+        mean = jax.tree.map(lambda leaf: leaf * scale, gradients)
+        if optimizer.state_memory == "host":
+            optimizer_state = jax.device_put(optimizer_state, jax.memory.Space.Device)
+        held = parameters, optimizer_state
+        wide, wide_state = rounding.widened(held)
+        is_skipped = skips_update(optimizer, totals, microbatch_tokens)
+        updates, new_state = transformation.update(mean, wide_state, wide, is_skipped=is_skipped)
+        added = optax.apply_updates(wide, updates)
+        updated = optax.tree.where(is_skipped, wide, added), new_state
+        if rounding.rounds(held):
+            assert draw is not None, "stochastic rounding without a seed"
+            updated = rounding.rounded_like(updated, held, draw, update_count(optimizer_state))
+        return updated[0], stored(updated[1]), zero_gradients(parameters)
+
+    state_memory = HOST_MEMORY if optimizer.state_memory == "host" else None
+    parameter_shardings = state_shardings = None
+    if mesh is not None:
+        assert wire is not None, "a mesh without a wire format"
+        shapes = jax.eval_shape(operations["initialize"], jax.random.key(0), 0)
+        parameter_shardings = named(mesh, specs(shapes))
+        state_shardings = named(mesh, specs(jax.eval_shape(begin, shapes)), state_memory)
+    state = parameter_shardings, state_shardings, parameter_shardings
+    return StageFunctions(
+        state_memory=state_memory,
+        begin=jax.jit(begin, out_shardings=state_shardings),
+        update=jax.jit(update, out_shardings=state, donate_argnums=(0, 1, 2)),
+        on=functools.partial(stage_functions, model, optimizer, steps, *of_stage),
+        **operations,
+    )
+
+
+@functools.cache
+def _operations(
+    model: ModelConfig,
+    z_loss: float,
+    is_data_stage: bool,
+    layers: int,
+    microbatch_tokens: int,
+    wire: Wire | None,
+    mesh: Mesh | None,
+) -> dict[str, Callable]:
+    """Make the functions of a stage that do not depend on the optimizer, by their names."""
+    kind = DataStage if is_data_stage else Stage
+    computed = jax.ShapeDtypeStruct((model.width,), model.compute_dtype)
+    plain = WireFormat(computed, model.compute_dtype, model.width)
+    activation_format = wire.activations if wire else plain
+    gradient_format = wire.gradients if wire else plain
+    module = nnx.eval_shape(lambda: kind(model, layers, 0, jax.random.key(0)))
+    structure = nnx.graphdef(module)
+
+    def initialize(key: PRNGKeyArray, first_layer: int) -> Parameters:
+        return nnx.to_pure_dict(nnx.state(kind(model, layers, first_layer, key)))
+
+    def apply(parameters: Parameters, inputs: Array) -> Array:
+        return nnx.merge(structure, parameters)(inputs)
+
+    def linearized(parameters: Parameters, inputs: Array) -> tuple[Array, Callable]:
+        if is_data_stage:
+            return jax.vjp(lambda parameters: apply(parameters, inputs), parameters)
+        return jax.vjp(apply, parameters, activation_format.unpack(inputs))
 
     def forward(parameters: Parameters, gauge: Gauge, inputs: Array, *, leaves: bool = False):
         in_flight = gauge[0] + 1
@@ -220,46 +278,20 @@ def stage_functions(
     ):
         def scaled_loss(parameters: Parameters, activations: Array):
             minimised, *terms = nnx.merge(structure, parameters).loss_terms(
-                activations, targets, optimizer.z_loss
+                activations, targets, z_loss
             )
             return minimised / microbatch_tokens, terms
 
-        (of_parameters, of_outputs), (tokens, nats, z_loss) = jax.grad(
+        (of_parameters, of_outputs), (tokens, nats, of_z) = jax.grad(
             scaled_loss, argnums=(0, 1), has_aux=True
         )(parameters, activation_format.unpack(outputs))
-        totals = totals.at[LOSS].add(nats).at[TOKENS].add(tokens).at[Z_LOSS].add(z_loss)
+        totals = totals.at[LOSS].add(nats).at[TOKENS].add(tokens).at[Z_LOSS].add(of_z)
         of_outputs = gradient_format.pack(of_outputs, draw) if leaves else of_outputs
         # Plus 0: an unchanged input would be ready before the other outputs.
         return of_outputs, add(gradients, of_parameters), totals, gauge + 0
 
     def squared_norm(gradients: Gradients) -> Totals:
         return jnp.zeros(TOTALS).at[SQUARED_NORM].set(sum_of_squares(gradients))
-
-    def update(
-        parameters: Parameters,
-        optimizer_state: PyTree,
-        gradients: Gradients,
-        totals: Totals,
-        draw: RoundingDraw | None = None,
-    ):
-        scale = microbatch_tokens / totals[TOKENS]
-        if optimizer.clip_norm is not None:
-            norm = jnp.sqrt(totals[SQUARED_NORM]) * scale
-            scale = scale * jnp.minimum(1.0, optimizer.clip_norm / norm)
-        mean = jax.tree.map(lambda leaf: leaf * scale, gradients)
-        if optimizer.state_memory == "host":
-            optimizer_state = jax.device_put(optimizer_state, jax.memory.Space.Device)
-        held = parameters, optimizer_state
-        wide, wide_state = rounding.widened(held)
-        is_skipped = skips_update(optimizer, totals, microbatch_tokens)
-        updates, new_state = transformation.update(mean, wide_state, wide, is_skipped=is_skipped)
-        added = optax.apply_updates(wide, updates)
-        updated = optax.tree.where(is_skipped, wide, added), new_state
-        if rounding.rounds(held):
-            assert draw is not None, "stochastic rounding without a seed"
-            updated = rounding.rounded_like(updated, held, draw, update_count(optimizer_state))
-        of_parameters, of_state = updated
-        return of_parameters, stored(of_state), zero_gradients(parameters)
 
     def held_out(parameters: Parameters, activations: Array, targets: Array):
         return jnp.stack(nnx.merge(structure, parameters).loss(activations, targets))
@@ -278,56 +310,57 @@ def stage_functions(
     def gather(blocks: PyTree) -> PyTree:
         return in_use(blocks, model.compute_dtype)
 
-    state_memory = HOST_MEMORY if optimizer.state_memory == "host" else None
     # Shardings of results on a mesh; on one device JAX needs none.
-    whole = activation_sharding = parameter_shardings = state_shardings = gathered_shardings = None
+    whole = activation_sharding = parameter_shardings = gathered_shardings = None
     if mesh is not None:
-        assert wire is not None, "a mesh without a wire format"
-        shapes, shape_of_state, _ = jax.eval_shape(create, jax.random.key(0), 0)
+        shapes = nnx.to_pure_dict(nnx.state(module))
         whole = NamedSharding(mesh, PartitionSpec())
         activation_sharding = activations(mesh, activation_format.computed.shape[0])
         parameter_shardings = named(mesh, specs(shapes))
-        state_shardings = named(mesh, specs(shape_of_state), state_memory)
         gathered_shardings = named(mesh, specs(shapes["blocks"], used))
     of_operation = activation_sharding, parameter_shardings, whole
-    state = parameter_shardings, state_shardings, parameter_shardings
 
     # The gradient of the inputs can reuse the buffer of the cotangent, which has the same shape; on
     # a data stage, whose inputs are tokens, there is none. The gradient of activations can reuse
     # their buffer, if both have the same encoding.
     overwritten = (1,) if is_data_stage else (1, 4)
     is_alike = activation_format.travelling == gradient_format.travelling
-    return StageFunctions(
-        state_memory=state_memory,
-        create=jax.jit(create, out_shardings=state),
-        begin=jax.jit(begin, out_shardings=state_shardings),
-        no_gradients=jax.jit(zero_gradients, out_shardings=parameter_shardings),
-        forward=jax.jit(
+    return {
+        "initialize": jax.jit(initialize, out_shardings=parameter_shardings),
+        "no_gradients": jax.jit(zero_gradients, out_shardings=parameter_shardings),
+        "forward": jax.jit(
             precise(forward),
             out_shardings=(activation_sharding, None, whole),
             static_argnames="leaves",
         ),
-        loss=jax.jit(
+        "loss": jax.jit(
             precise(loss),
             out_shardings=(*of_operation, whole),
             donate_argnums=(1, 2, 4) if is_alike else (1, 2),
             static_argnames="leaves",
         ),
-        backward=jax.jit(
+        "backward": jax.jit(
             precise(backward),
             out_shardings=of_operation,
             donate_argnums=overwritten,
             static_argnames="leaves",
         ),
-        squared_norm=jax.jit(squared_norm, out_shardings=whole),
-        update=jax.jit(update, out_shardings=state, donate_argnums=(0, 1, 2)),
-        predict=jax.jit(precise(apply), out_shardings=activation_sharding),
-        held_out=jax.jit(precise(held_out), out_shardings=whole),
-        gather=jax.jit(precise(gather), out_shardings=gathered_shardings),
-        on=functools.partial(
-            stage_functions, model, optimizer, steps, is_data_stage, layers, microbatch_tokens, wire
-        ),
-    )
+        "squared_norm": jax.jit(squared_norm, out_shardings=whole),
+        "predict": jax.jit(precise(apply), out_shardings=activation_sharding),
+        "held_out": jax.jit(precise(held_out), out_shardings=whole),
+        "gather": jax.jit(precise(gather), out_shardings=gathered_shardings),
+    }
+
+
+def _gradient_scale(
+    optimizer: OptimizerConfig, totals: Totals, microbatch_tokens: int
+) -> Float[Array, ""]:
+    """Return the factor from summed gradients to their clipped mean over all target tokens."""
+    scale = microbatch_tokens / totals[TOKENS]
+    if optimizer.clip_norm is None:
+        return scale
+    norm = jnp.sqrt(totals[SQUARED_NORM]) * scale
+    return scale * jnp.minimum(1.0, optimizer.clip_norm / norm)
 
 
 def skips_update(
@@ -352,13 +385,19 @@ def skips_update(
 
 def functions_of_run(config: Config, stages: int) -> list[StageFunctions]:
     """Jit the functions of each stage of a run with `stages` stages; alike ones share them."""
-    tokens = config.data.microbatch_size * config.data.sequence_length
-    # Runs of any length share functions if `decay_steps` gives the schedule.
-    given, wire = (config.model, config.optimizer, config.schedule_steps), wire_of_run(config)
     return [
-        stage_functions(*given, stage == 0, layers, tokens, wire)
+        functions_of_stage(config, stage == 0, layers)
         for stage, layers in enumerate(config.model.stage_partition(stages))
     ]
+
+
+def functions_of_stage(config: Config, is_data_stage: bool, layers: int) -> StageFunctions:
+    """Jit the functions of a run's stage of `layers` blocks; stages of equal shape share them."""
+    tokens = config.data.microbatch_size * config.data.sequence_length
+    # A stage does not depend on the others, so models of any depth share its functions.
+    model = replace(config.model, layers=layers, stage_layers=None)
+    given = model, config.optimizer, config.schedule_steps
+    return stage_functions(*given, is_data_stage, layers, tokens, wire_of_run(config))
 
 
 def wire_of_run(config: Config) -> Wire:

@@ -202,17 +202,17 @@ def make_states(
     for stage in shown:
         own = [node for node in replicas if topology.stage_of[node] == stage and node not in states]
         draw = np.array([config.seed, cut.blocks(stage).start], np.uint32)
-        read: State | None = None
+        read: State = {}
         if stage in of_stages:
             given = of_stages[stage].to_give(with_momentum=config.averaging.is_outer)
             read = jax.device_get(given)
         elif origin is not None:
             read = origin(stage, shapes_of_state(functions[stage]))
         for node in own:
-            if read is None:
-                states[node] = _initialized(functions[stage], topology, node, draw)
-                continue
-            states[node] = _placed(functions[stage], read, topology, node, draw)
+            states[node] = _made(functions[stage], read, topology, node, draw)
+            if not read:
+                # Drawn once: the program that draws takes long to compile for another device.
+                read = {"parameters": states[node].parameters}
             if own_origin is None or stage in of_stages or len(topology.replicas[stage]) == 1:
                 continue
             place = topology.replicas[stage].index(node)
@@ -221,33 +221,25 @@ def make_states(
     return {node: states[node] for node in replicas}
 
 
-def _initialized(
-    functions: StageFunctions, topology: Topology, node: int, draw: Draw
-) -> StageState:
-    seed, first_layer = draw.tolist()
-    here = topology.spread(node)
-    functions = functions.on(here.mesh)
-    with jax.default_device(topology.device(node)):
-        parameters, state, gradients = functions.create(jax.random.key(seed), first_layer)
-    waits = jax.device_put(state, here.of_tree(state, functions.state_memory))
-    return StageState(functions, here.put(parameters), waits, here.put(gradients), draw)
-
-
-def _placed(
+def _made(
     functions: StageFunctions, read: State, topology: Topology, node: int, draw: Draw
 ) -> StageState:
     """Make a replica with a separate copy of the read state, as updates donate it.
 
-    Nothing else is allocated but the parts that were not read, so a device never holds more than
+    What was not read is initialized. Nothing else is allocated, so a device never holds more than
     the states of its replicas.
     """
     here = topology.spread(node)
     functions = functions.on(here.mesh)
     others = {name: tree for name, tree in read.items() if name != "optimizer_state"}
     copy, optimizer_state = here.put(others, may_alias=False), read.get("optimizer_state")
-    parameters, is_read = copy["parameters"], optimizer_state is not None
+    is_read = optimizer_state is not None
     # Zeros do not depend on the parameters, so JAX would not place them on their device.
     with jax.default_device(topology.device(node)):
+        if "parameters" not in copy:
+            seed, first_layer = draw.tolist()
+            copy["parameters"] = here.put(functions.initialize(jax.random.key(seed), first_layer))
+        parameters = copy["parameters"]
         gradients = here.put(functions.no_gradients(parameters))
         if not is_read:
             optimizer_state = functions.begin(parameters)

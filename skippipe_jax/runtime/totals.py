@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from skippipe_jax.runtime.reduction import sum_over_nodes
-from skippipe_jax.runtime.spread import single
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import STOP, TOTALS, Gauge, Totals
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.storage.recording import Recording
@@ -80,10 +80,11 @@ def sum_by_collective(topology: Topology, local: Float[Array, " all"]) -> Float[
     hosts = len(topology.hosts)
     if hosts == 1:
         return local
-    here, of_hosts = single(topology.host_device), map(topology.device, topology.first_nodes)
+    here = NodeSharding((topology.host_device,))
+    of_hosts = [NodeSharding((topology.device(node),)) for node in topology.first_nodes]
     # A collective may add in another order, but all it adds to the row of a host is zeros.
     rows = _in_row(local, topology.host, hosts)
-    return _sum_of_rows(sum_over_nodes([*map(single, of_hosts)], {here: rows})[here])
+    return _sum_of_rows(sum_over_nodes(of_hosts, {here: rows})[here])
 
 
 def apart(summed: Float[Array, " all"], nodes: int) -> Sums:

@@ -63,12 +63,7 @@ def train_by(
     steps: int,
 ) -> tuple[list[Any], list[float]]:
     """The same over several phases, with the stages of the last one."""
-
-    def modules(layers: Sequence[int]) -> list[Any]:
-        key = jax.random.key(seed)
-        return [create_stage(model, stage, layers, key) for stage in range(len(layers))]
-
-    parameters = [nnx.to_pure_dict(nnx.state(module)) for module in modules(phases[0].layers)]
+    _, parameters = created(model, tuple(phases[0].layers), seed)
     transformation = clipped_rule(optimizer, steps)
     state = transformation.init(parameters)
     losses = []
@@ -76,7 +71,7 @@ def train_by(
     for phase in phases:
         layers = tuple(phase.layers)
         if layers not in step_of_cut:
-            structures = [nnx.graphdef(module) for module in modules(layers)]
+            structures, _ = created(model, layers, seed)
             loss = _loss(structures, range(len(layers)), optimizer)
             step_of_cut[layers] = _step(loss, transformation, optimizer)
         parameters, state = cut((parameters, state), layers)
@@ -87,6 +82,15 @@ def train_by(
             )
             losses.append(float(value))
     return parameters, losses
+
+
+@functools.cache
+def created(model: ModelConfig, layers: tuple[int, ...], seed: int) -> tuple[list[Any], list[Any]]:
+    """The structure of each stage of so many layers, and its first parameters."""
+    key = jax.random.key(seed)
+    modules = [create_stage(model, stage, layers, key) for stage in range(len(layers))]
+    first = [nnx.to_pure_dict(nnx.state(module)) for module in modules]
+    return [nnx.graphdef(module) for module in modules], jax.device_get(first)
 
 
 def cut(tree: Any, layers: Sequence[int]) -> Any:
@@ -165,13 +169,18 @@ def _step(loss: Callable[..., Any], transformation: Any, optimizer: OptimizerCon
         # Without a target there is no loss, which is NaN then, and nothing to learn.
         if not any((batch["targets"] >= 0).any() for batch in batches):
             return parameters, state, value
-        norm, bound = float(optax.tree.norm(gradients)), optimizer.skip_above_norm
+        bound = optimizer.skip_above_norm
         # Not `norm > bound`, which NaN is not.
-        if bound is not None and not norm <= bound:
+        if bound is not None and not norm_of(gradients) <= bound:
             return parameters, state, value
         return *update(parameters, state, gradients), value
 
     return step
+
+
+def norm_of(gradients: Any) -> float:
+    """The norm of all numbers of a tree, by NumPy, which compiles nothing for each shape."""
+    return float(np.sqrt(sum(np.vdot(leaf, leaf) for leaf in jax.tree.leaves(gradients))))
 
 
 def clipped_rule(optimizer: OptimizerConfig, steps: int) -> optax.GradientTransformation:

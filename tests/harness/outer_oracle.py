@@ -16,11 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from skippipe_jax.config import AveragingConfig, ModelConfig, OptimizerConfig
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.models.llama import create_stage
 from skippipe_jax.optim.update_rule import update_rule
 from tests.harness import oracle
 
@@ -56,21 +54,18 @@ def train(
     recorded: Recorded | None = None,
 ) -> Trained:
     """Train with `stages[s]` as the nodes of stage s, and `microbatches[m]` a path over nodes."""
-    layers, key = model.stage_partition(len(stages)), jax.random.key(seed)
-    modules = [create_stage(model, stage, layers, key) for stage in range(len(stages))]
+    layers = model.stage_partition(len(stages))
     stage_of = {node: stage for stage, nodes in enumerate(stages) for node in nodes}
-    structures = [nnx.graphdef(module) for module in modules]
+    structures, first = oracle.created(model, tuple(layers), seed)
     gradient = jax.grad(oracle._loss(structures, stage_of, optimizer), has_aux=True)
-    parameters: list[Any] = [
-        nnx.to_pure_dict(nnx.state(modules[stage_of[node]])) for node in range(len(stage_of))
-    ]
+    parameters: list[Any] = [first[stage_of[node]] for node in range(len(stage_of))]
     inner = Inner(optimizer, steps, stages, parameters)
     averaged: dict[int, Formulas] = {}
     losses = []
     for iteration, batches in enumerate(iterations, start=1):
         unpacked = [oracle.one_by_one(batch) for batch in batches]
         # Of the mean over all targets: each replica's own is of those that have visited it.
-        gradients, value = gradient(parameters, unpacked, microbatches)
+        gradients, value = jax.device_get(gradient(parameters, unpacked, microbatches))
         losses.append(float(value))
         if iteration <= averaging.exact_steps:
             parameters = inner.step_together(parameters, gradients)
@@ -118,7 +113,13 @@ class Inner:
         self.optimizer = optimizer
         self.stages = stages
         transformation = update_rule(optimizer, steps)
-        self.update = jax.jit(transformation.update)
+
+        @jax.jit
+        def update(gradient: Any, state: Any, before: Any) -> tuple[Any, Any]:
+            updates, state = transformation.update(gradient, state, before)
+            return optax.apply_updates(before, updates), state
+
+        self.update = update
         self.states = [transformation.init(own) for own in parameters]
         sizes = [sum(leaf.size for leaf in jax.tree.leaves(own)) for own in parameters]
         of_model = sum(sizes[nodes[0]] for nodes in stages)
@@ -130,7 +131,7 @@ class Inner:
             jax.tree.map(lambda *own: sum(own), *(gradients[node] for node in nodes))
             for nodes in self.stages
         ]
-        norm = float(optax.tree.norm(sums))
+        norm = oracle.norm_of(sums)
         after = list(parameters)
         for nodes, own in zip(self.stages, sums, strict=True):
             for node in nodes:
@@ -147,7 +148,7 @@ class Inner:
                 continue
             own = jax.tree.map(lambda leaf: leaf * (targets / count), gradients[node])  # noqa: B023
             share = self.shares[node] ** 0.5
-            norm = float(optax.tree.norm(own))
+            norm = oracle.norm_of(own)
             after[node] = self._stepped(node, parameters[node], own, norm, share)
         return after
 
@@ -160,8 +161,8 @@ class Inner:
         if self.optimizer.clip_norm is not None and norm > self.optimizer.clip_norm * share:
             factor = self.optimizer.clip_norm * share / norm
             gradient = jax.tree.map(lambda leaf: leaf * factor, gradient)
-        updates, self.states[node] = self.update(gradient, self.states[node], before)
-        return optax.apply_updates(before, updates)
+        after, self.states[node] = self.update(gradient, self.states[node], before)
+        return after
 
 
 class Formulas:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -42,6 +43,7 @@ def inputs(draw: st.DrawFn, step: int = 1, width_step: int = 2) -> tuple[Any, ..
     return normal(heads), normal(kv_heads), normal(kv_heads), documents, cotangent
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def with_gradients(function: Any, arrays: tuple[Any, ...]) -> list[jax.Array]:
     *given_arrays, documents, cotangent = arrays
     out, vjp = jax.vjp(lambda *own: function(*own, documents), *given_arrays)
@@ -105,7 +107,7 @@ def largest_buffer(length: int, function: Any) -> int:
 
 def test_nothing_grows_with_the_square_of_time():
     block = block_of("cpu")
-    lengths = [times * block for times in (4, 8, 16, 32)]
+    lengths = [times * block for times in (4, 32)]
     sizes = [largest_buffer(length, blockwise) for length in lengths]
     # A square of scores, and arrays of all tokens.
     assert sizes == [max(2 * block**2, 2 * 16 * length) for length in lengths]

@@ -19,7 +19,6 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_jax.config import (
     Config,
     DataConfig,
-    ModelConfig,
     NetworkConfig,
     TrainConfig,
 )
@@ -35,7 +34,7 @@ from skippipe_jax.models.document_mask import (
 )
 from skippipe_jax.models.llama import DataStage, Stage, create_stage
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage
-from skippipe_jax.runtime.spread import single
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import stage_functions
 from tests.harness import oracle
 from tests.models.test_llama import random_module
@@ -49,11 +48,9 @@ from tests.runtime.test_oracle import (
     random_batches,
     run,
 )
+from tests.runtime.test_oracle import SMALL as MODEL
 from tests.sched.examples import plan_of
 
-MODEL = ModelConfig(
-    vocabulary_size=11, width=8, layers=3, heads=2, kv_heads=1, ffn_width=12, context=TIME
-)
 # The second path swaps, the third skips. On two devices, only the last stage is on both.
 PLAN = plan_of([[0, 2], [1, 3], [4, 5]], [[0, 1, 4], [0, 5, 3], [2, 3], [2, 4, 1]])
 STAGE_PATHS = [[PLAN.stage_of[node] for node in path] for path in PLAN.microbatches]
@@ -243,5 +240,5 @@ def config_with(packing: str) -> Config:
 
 def test_stages_are_measured_with_packing():
     config = config_with("documents")
-    timings = measure_stage(config, (True, 1), single(jax.devices()[0]), budget_s=0.0)
+    timings = measure_stage(config, (True, 1), NodeSharding((jax.devices()[0],)), budget_s=0.0)
     assert min(timings[operation].median_s for operation in (LOSS, BACKWARD)) > 0

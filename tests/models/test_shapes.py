@@ -46,7 +46,7 @@ def test_formulas_agree_with_what_is_counted(measured: dict[str, Any], name: str
     assert least < model["parameters"] < most
 
 
-@settings(max_examples=14)
+@settings(max_examples=8)
 @given(small_configs(), st.integers(1, 3), st.booleans())
 def test_formulas_agree_for_any_shape(config: Config, layers: int, is_data_stage: bool):
     formula = dataclasses.asdict(

@@ -42,7 +42,7 @@ from skippipe_jax.profiling.stages import (
     fit_costs,
     measure_stage,
 )
-from skippipe_jax.runtime.spread import single
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.training.planning import make_plan
 from tests.harness.training_runs import write_config
 
@@ -123,7 +123,7 @@ def test_costs_are_those_that_seconds_were_made_of():
 
 @pytest.mark.nightly
 def test_stages_are_timed_with_a_loss_where_there_is_one():
-    config, here = config_of(), single(jax.devices()[1])
+    config, here = config_of(), NodeSharding((jax.devices()[1],))
     compiling = measure_stage(config, (True, 2), here, 0.0)
     assert {timing.repetitions for timing in compiling.values()} == {3}
     of_data = measure_stage(config, (True, 2), here, 0.5)

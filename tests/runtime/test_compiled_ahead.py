@@ -20,7 +20,7 @@ from skippipe_jax.config import (
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
 from skippipe_jax.runtime.runtime import Runtime
-from skippipe_jax.runtime.spread import single
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.training.metrics import CompilationCounter
 from skippipe_jax.training.trainer import Trainer
 from tests.harness.one_host import open_alone
@@ -47,7 +47,7 @@ def train(runtime: Runtime, iterations: int) -> None:
 
 
 def test_who_comes_compiles_the_stages_that_it_will_serve_and_holds_none():
-    first, second = map(single, jax.local_devices()[:2])
+    first, second = (NodeSharding((device,)) for device in jax.local_devices()[:2])
     jax.clear_caches()  # Other tests may have compiled what totals are summed by.
     gc.collect()
     before = len(jax.live_arrays())

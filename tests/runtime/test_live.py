@@ -14,30 +14,27 @@ from skippipe_sched.timing.simulate import simulate_plan
 from skippipe_sched.timing.timeline import Timeline
 
 from skippipe_jax.cluster.membership import Group, Membership
-from skippipe_jax.config import Config, DataConfig, ModelConfig, NetworkConfig, TrainConfig
+from skippipe_jax.config import Config, DataConfig, NetworkConfig, TrainConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.errors import PeerTimeout
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
 from skippipe_jax.storage.recording import Recording, measured_timeline
 from tests.harness.one_host import open_alone
-from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, random_batches
+from tests.runtime.test_oracle import BATCH, OPTIMIZER, SMALL, STEPS, TIME, random_batches
 from tests.sched.examples import plan_of
 
-MODEL = ModelConfig(
-    vocabulary_size=11, width=8, layers=4, heads=2, kv_heads=1, ffn_width=12, context=TIME
-)
 SEED = 5
 # So many iterations are tried where seconds count.
 ATTEMPTS = 4
 
 
 class Trained:
-    """Iterations of a plan in this process, its nodes over four devices, and what was recorded."""
+    """Iterations of a plan in this process, its nodes over two devices, and what was recorded."""
 
     def __init__(self, plan: Plan, *, ready_first: bool, **network: Any):
         self.plan = plan
-        self.model = dataclasses.replace(MODEL, layers=len(plan.stages))
+        self.model = dataclasses.replace(SMALL, layers=len(plan.stages))
         config = Config(
             seed=SEED,
             model=self.model,
@@ -45,9 +42,9 @@ class Trained:
             data=DataConfig(microbatch_size=BATCH, sequence_length=TIME),
             network=NetworkConfig(**network),
             execution="ready-first" if ready_first else "strict",
-            train=TrainConfig(10),
+            train=TrainConfig(STEPS),
         )
-        self.runtime = open_alone(config, plan, devices=4)
+        self.runtime = open_alone(config, plan, devices=2)
 
     def run(self, iteration: int, batches: Sequence[Batch]) -> tuple[float, Recording]:
         """The loss of one iteration, and what happened in it."""
@@ -159,7 +156,7 @@ class Alone(Group):
 def test_who_waits_in_vain_for_totals_names_the_other_hosts():
     plan = plan_of([[0], [1, 2]], [[0]])
     config = Config(
-        model=dataclasses.replace(MODEL, layers=2),
+        model=dataclasses.replace(SMALL, layers=2),
         data=DataConfig(microbatch_size=BATCH, sequence_length=TIME),
         network=NetworkConfig(deadline_s=0.5),
         train=TrainConfig(10),

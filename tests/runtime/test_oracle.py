@@ -42,6 +42,7 @@ from tests.harness.one_host import open_alone
 from tests.sched.examples import plan_of
 
 ITERATIONS = 3
+STEPS = 30
 BATCH, TIME = 2, 6
 TOLERANCE = 2e-5
 # Large steps, so that a gradient which is slightly wrong moves the parameters visibly, and a large
@@ -58,9 +59,9 @@ SMALL = ModelConfig(
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn, most_stages: int = 5) -> Plan:
     """Random placements and paths, balanced or not, in the order that the simulator gives them."""
-    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=5))
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=most_stages))
     stages = []
     for size in sizes:
         first = sum(len(nodes) for nodes in stages)
@@ -167,7 +168,7 @@ def run(
         ),
         network=way.network,
         execution=way.execution,
-        train=TrainConfig(len(batches)),
+        train=TrainConfig(STEPS),
     )
     runtime = open_alone(config, plan, devices)
     watched_by(runtime)
@@ -190,7 +191,7 @@ def assert_any_training_equals_the_oracle(
     clip_norm = data.draw(st.sampled_from([CLIPPING, NOT_CLIPPING]))
     optimizer = dataclasses.replace(OPTIMIZER, clip_norm=clip_norm)
 
-    devices = data.draw(st.sampled_from([1, 3]))
+    devices = data.draw(st.sampled_from([1, 2]))
     way = data.draw(st.sampled_from(WAYS))
     assert_training_equals_the_oracle(plan, model, optimizer, batches, devices, way)
 
@@ -205,10 +206,10 @@ def test_training_by_any_plan_equals_the_oracle(data: st.DataObject):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)  # Most of it is compiling: every example is another model.
-@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_training_of_any_model_equals_the_oracle(data: st.DataObject):
-    plan = data.draw(plans())
+    plan = data.draw(plans(most_stages=3))
     assert_any_training_equals_the_oracle(data, plan, data.draw(models(len(plan.stages))))
 
 
@@ -219,8 +220,10 @@ def assert_training_equals_the_oracle(
     batches: list[list[Batch]],
     devices: int,
     way: Way,
+    *,
+    watched_by: Callable[[Runtime], None] = lambda _: None,
 ) -> list[Outcome]:
-    runtime, outcomes = run(plan, model, optimizer, batches, devices, way)
+    runtime, outcomes = run(plan, model, optimizer, batches, devices, way, watched_by=watched_by)
 
     stage_paths = [[plan.stage_of[node] for node in path] for path in plan.microbatches]
     expected, losses = oracle.train(
@@ -258,14 +261,14 @@ def test_with_all_that_an_optimizer_may_do():
     )
     first, second, third = random_batches(plan, seed=1)
     batches = [second, first, third]
-    outcomes = assert_training_equals_the_oracle(plan, SMALL, optimizer, batches, 3, WAYS[1])
+    outcomes = assert_training_equals_the_oracle(plan, SMALL, optimizer, batches, 2, WAYS[1])
     assert all(float(outcome.totals[Z_LOSS]) > 1.0 for outcome in outcomes)
 
     totals = [np.asarray(outcome.totals) for outcome in outcomes]
     norms = [float(np.sqrt(each[SQUARED_NORM]) * BATCH * TIME / each[TOKENS]) for each in totals]
     # The first gradient is too great, and that of the other batch with these parameters is not.
     guarded = dataclasses.replace(optimizer, skip_above_norm=0.999 * norms[0])
-    outcomes = assert_training_equals_the_oracle(plan, SMALL, guarded, batches, 3, WAYS[0])
+    outcomes = assert_training_equals_the_oracle(plan, SMALL, guarded, batches, 2, WAYS[0])
     skipped = [bool(skips_update(guarded, outcome.totals, BATCH * TIME)) for outcome in outcomes]
     assert skipped[:2] == [True, False]
 
@@ -305,43 +308,41 @@ def test_an_iteration_without_a_target_changes_nothing(skip_above_norm: float | 
         batch["targets"] = np.full_like(batch["targets"], -1)
     optimizer = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING, skip_above_norm=skip_above_norm)
     outcomes = assert_training_equals_the_oracle(
-        REPLICATED, SMALL, optimizer, batches, 3, WAYS[skip_above_norm is None]
+        REPLICATED, SMALL, optimizer, batches, 2, WAYS[skip_above_norm is None]
     )
     skipped = [bool(skips_update(optimizer, outcome.totals, BATCH * TIME)) for outcome in outcomes]
     assert skipped == [False, True, False]
 
 
 @pytest.mark.parametrize(
-    "way", [WAYS[0], *(pytest.param(way, marks=pytest.mark.nightly) for way in WAYS[1:])]
+    "way", [WAYS[0], *(pytest.param(way, marks=pytest.mark.nightly) for way in WAYS[2:4])]
 )
 def test_matrices_that_muon_updates(way: Way):
     optimizer = dataclasses.replace(
         OPTIMIZER, name="muon", clip_norm=CLIPPING, skip_above_norm=100.0
     )
     batches = random_batches(REPLICATED, seed=8)
-    assert_training_equals_the_oracle(REPLICATED, SMALL, optimizer, batches, 3, way)
+    assert_training_equals_the_oracle(REPLICATED, SMALL, optimizer, batches, 2, way)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "name"), [*((way, "adamw") for way in WAYS), (WAYS[1], "muon")])
 def test_moments_that_wait_in_the_memory_of_the_host(way: Way, name: str):
     optimizer = dataclasses.replace(OPTIMIZER, name=name, clip_norm=CLIPPING, state_memory="host")
-    batches = random_batches(REPLICATED, seed=4)
+    batches, seen = random_batches(REPLICATED, seed=4), list[Runtime]()
 
     def see(runtime: Runtime) -> None:
+        seen.append(runtime)
         for state in runtime.states.values():
             leaves = jax.tree.leaves(state.optimizer_state)
             assert {leaf.sharding.memory_kind for leaf in leaves} == {"pinned_host"}
 
-    runtime, _ = run(REPLICATED, SMALL, optimizer, batches, 3, way, watched_by=see)
-    see(runtime)
-    assert_training_equals_the_oracle(REPLICATED, SMALL, optimizer, batches, 3, way)
+    assert_training_equals_the_oracle(REPLICATED, SMALL, optimizer, batches, 2, way, watched_by=see)
+    see(seen[0])
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("way", WAYS[1:3])
+@pytest.mark.parametrize(("way", "name"), [(WAYS[1], "muon"), (WAYS[2], "adamw")])
 def test_what_is_rounded_by_chance_is_rounded_alike_on_all_replicas(way: Way, name: str):
     optimizer = dataclasses.replace(
         OPTIMIZER, name=name, clip_norm=CLIPPING, moment_dtype="bfloat16"
@@ -350,7 +351,7 @@ def test_what_is_rounded_by_chance_is_rounded_alike_on_all_replicas(way: Way, na
     small = dataclasses.replace(SMALL, initial_deviation=0.02)
     model = dataclasses.replace(small, parameter_dtype="bfloat16")
     batches = random_batches(REPLICATED, seed=5)
-    runtime, outcomes = run(REPLICATED, model, optimizer, batches, 3, way)
+    runtime, outcomes = run(REPLICATED, model, optimizer, batches, 2, way)
     for nodes in REPLICATED.stages:
         first, *others = (runtime.states[node] for node in nodes)
         for other in others:
@@ -361,7 +362,7 @@ def test_what_is_rounded_by_chance_is_rounded_alike_on_all_replicas(way: Way, na
                 for one, two in pairs:
                     np.testing.assert_array_equal(one.astype(jnp.float32), two.astype(jnp.float32))
     in_full = dataclasses.replace(optimizer, moment_dtype=OPTIMIZER.moment_dtype)
-    _, exact = run(REPLICATED, small, in_full, batches, 3, way)
+    _, exact = run(REPLICATED, small, in_full, batches, 2, way)
     for own, best in zip(outcomes, exact, strict=True):
         assert float(own.totals[LOSS]) == pytest.approx(float(best.totals[LOSS]), rel=0.02)
 
@@ -405,7 +406,7 @@ def test_what_leaves_a_node_is_rounded_as_is_configured(network: dict[str, Any],
         operations._dispatch = watched
 
     way = Way(live=False, execution="strict", network=NetworkConfig(**network))
-    runtime, _ = run(plan, model, OPTIMIZER, batches, 3, way, watched_by=watch)
+    runtime, _ = run(plan, model, OPTIMIZER, batches, 2, way, watched_by=watch)
     # Hops there and back, of all microbatches but the one that stays.
     hops = sum(2 * len(path) for path in plan.microbatches if len(path) > 1)
     assert len(left) == len(batches) * hops
@@ -447,7 +448,7 @@ def test_a_stage_that_is_left_out_takes_no_part():
     plan = repair_plan(whole, {0, 2, 3, 5}, ((0,), (2, 3), (), (5,)), left_out=[2])
     batches = random_batches(plan, seed=3)
     optimizer = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING)
-    assert_training_equals_the_oracle(plan, model, optimizer, batches, 3, WAYS[2])
+    assert_training_equals_the_oracle(plan, model, optimizer, batches, 2, WAYS[2])
 
 
 @pytest.mark.nightly

@@ -133,13 +133,13 @@ def assert_equals_the_oracle(
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)  # Most of it is compiling: every example is another model.
 @settings(
-    max_examples=5,  # What fails is not made smaller: that would compile for minutes.
+    max_examples=3,  # What fails is not made smaller: that would compile for minutes.
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(st.data())
 def test_replicas_that_go_apart_equal_the_oracle(data: st.DataObject):
-    plan = data.draw(plans())
+    plan = data.draw(plans(most_stages=3))
     layers = tuple(data.draw(st.integers(1, 2)) for _ in plan.stages)
     averaging = data.draw(averagings(min(layers)))
     batches = random_batches(plan, averaging.min_steps + 2, data.draw(st.integers(0, 99)))
@@ -150,7 +150,7 @@ def test_replicas_that_go_apart_equal_the_oracle(data: st.DataObject):
         dataclasses.replace(OPTIMIZER, clip_norm=clip_norm),
         averaging,
         batches,
-        data.draw(st.sampled_from([1, 3])),
+        data.draw(st.sampled_from([1, 2])),
         data.draw(st.sampled_from(["strict", "ready-first"])),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,18 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skippipe_jax.config import AveragingConfig, Config, DataConfig, ModelConfig, TrainConfig
+from skippipe_jax.config import AveragingConfig, Config, DataConfig, TrainConfig
 from skippipe_jax.optim.outer import begin, fragments_of
 from skippipe_jax.runtime.outer_steps import settle
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.state import MOMENTUM, FragmentInTransit, StageState
+from tests.runtime.test_oracle import BATCH, SMALL, TIME
 
 LAYERS, SENT_AFTER = 2, 4
 CONFIG = Config(
-    model=ModelConfig(
-        vocabulary_size=11, width=8, layers=4, heads=2, kv_heads=1, ffn_width=12, context=6
-    ),
-    data=DataConfig(microbatch_size=1, sequence_length=6),
+    model=replace(SMALL, layers=2 * LAYERS),
+    data=DataConfig(microbatch_size=BATCH, sequence_length=TIME),
     averaging=AveragingConfig(mode="outer", every=4, fragments=2, delay=2, dtype="int8"),
     train=TrainConfig(8),
 )

@@ -127,13 +127,6 @@ def test_there_are_enough_chunks_on_links_that_are_quick(length: int, chunks: in
     assert 2 * ring.chunks * ring.chunk_length >= length
 
 
-def test_a_large_stage_has_as_many_chunks_as_it_takes():
-    ring = Ring.of(case_of(2, 10 * MB), 0, [0, 1], 10**9)
-    assert ring.chunk_length * WIDTH <= LARGEST_CHUNK_BYTES
-    assert ring.chunks == 1908
-    assert ring.ahead == (3, 2)
-
-
 def test_numbers_that_are_rounded_make_chunks_of_as_many_bytes():
     case = case_of(2, 10 * MB)
     whole, rounded = (Ring.of(case, 0, [0, 1], 10**8, width=width) for width in (4, 2))
@@ -142,7 +135,8 @@ def test_numbers_that_are_rounded_make_chunks_of_as_many_bytes():
 
 # Sums.
 
-SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=3)
+# Few, as each is compiled: one number, fewer than replicas, and some that no segment divides.
+SHAPES = st.sampled_from([[()], [(3,), ()], [(2, 5, 3), (4,), (5, 2)]])
 CASE = case_of(12, 100 * MB)
 
 
@@ -193,8 +187,8 @@ def average(
     return [part.result() for part in parts]
 
 
-@settings(max_examples=25)
-@given(st.integers(2, 5), SHAPES, st.sampled_from(["float32", "bfloat16"]), st.integers(0, 99))
+@settings(max_examples=12)
+@given(st.integers(2, 4), SHAPES, st.sampled_from(["float32", "bfloat16"]), st.integers(0, 99))
 def test_all_replicas_get_the_sum_and_the_same_bits(
     replicas: int, shapes: list[tuple[int, ...]], dtype: str, seed: int
 ):
@@ -288,13 +282,13 @@ def ring_of(replicas: list[int], length: int, chunk_length: int) -> Ring:
     return replace(ring, chunks=-(-length // chunk_length), chunk_length=chunk_length)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.data())
 def test_every_replica_comes_to_have_all_messages(data: st.DataObject):
     count = data.draw(st.integers(2, 5))
     replicas = data.draw(st.permutations(range(1, count + 1)))
-    length = data.draw(st.integers(1, 9))
-    ring = ring_of([*replicas], length, data.draw(st.integers(1, 4)))
+    length = data.draw(st.sampled_from([1, 8, 9]))
+    ring = ring_of([*replicas], length, data.draw(st.sampled_from([1, 4])))
     # By the place of a replica in its stage, which is not that in the ring.
     messages = {place: jnp.arange(length, dtype=jnp.int8) + 20 * place for place in range(count)}
     parts = [Gathering(ring, node, messages[replicas.index(node)]) for node in ring.nodes]

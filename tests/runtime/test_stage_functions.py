@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from skippipe_jax.config import Config, ModelConfig, OptimizerConfig, TrainConfig
+from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from skippipe_jax.models.llama import DataStage
 from skippipe_jax.runtime.stage_functions import (
     LOSS,
@@ -24,21 +24,21 @@ from skippipe_jax.runtime.stage_functions import (
     Z_LOSS,
     StageFunctions,
     functions_of_run,
+    functions_of_stage,
     skips_update,
     stage_functions,
 )
 from skippipe_jax.runtime.wire_format import Wire, WireFormat
 from tests.harness.oracle import relative_error
+from tests.runtime.test_oracle import BATCH, STEPS, TIME
+from tests.runtime.test_oracle import SMALL as MODEL
 
-BATCH, TIME, LAYERS = 2, 4, 2
-MODEL = ModelConfig(
-    vocabulary_size=19, width=16, layers=4, heads=2, kv_heads=1, ffn_width=24, context=8
-)
+# As in other tests of the runtime, so that what they share is compiled once.
+LAYERS = 1
 # With a large epsilon the update depends on the scale of the gradients, as Adam's else does not.
 OPTIMIZER = OptimizerConfig(
     learning_rate=1e-2, warmup_steps=0, epsilon=0.1, weight_decay=0.1, clip_norm=0.3
 )
-STEPS = 10
 RANDOM = np.random.default_rng(0)
 
 
@@ -48,7 +48,11 @@ def functions_of(
     optimizer: OptimizerConfig = OPTIMIZER,
     wire: Wire | None = None,
 ) -> StageFunctions:
-    return stage_functions(model, optimizer, STEPS, is_data_stage, LAYERS, BATCH * TIME, wire)
+    if wire is not None:
+        return stage_functions(model, optimizer, STEPS, is_data_stage, LAYERS, BATCH * TIME, wire)
+    data = DataConfig(microbatch_size=BATCH, sequence_length=TIME)
+    config = Config(model=model, optimizer=optimizer, data=data, train=TrainConfig(STEPS))
+    return functions_of_stage(config, is_data_stage, LAYERS)
 
 
 def new_gauge() -> jax.Array:
@@ -69,7 +73,7 @@ def random_activations() -> jax.Array:
 
 def test_gauge_counts_microbatches_in_flight_and_their_peak():
     functions = functions_of(MODEL, is_data_stage=False)
-    parameters, _, gradients = functions.create(jax.random.key(0), 2)
+    parameters, _, gradients = functions.create(jax.random.key(0), LAYERS)
     gauge, saved, seen = new_gauge(), [], []
     for step in "FFBFFBBB":
         if step == "F":
@@ -129,21 +133,21 @@ def test_z_loss_is_part_of_the_gradient_but_not_of_the_loss():
         of_targets = logits[jnp.arange(5), targets.flat[:5]]
         return jnp.sum(log_z - of_targets), 0.5 * jnp.sum(log_z**2)
 
-    parameters = jax.tree.map(jnp.array, node.parameters)
+    parameters = jax.device_get(node.parameters)
     nats, z_loss = terms(parameters)
     expected = jax.grad(lambda parameters: sum(terms(parameters)))(parameters)
     node.run(tokens, targets)
     assert z_loss > 1.0
     np.testing.assert_allclose(node.totals[LOSS], nats, rtol=1e-5)
     np.testing.assert_allclose(node.totals[Z_LOSS], z_loss, rtol=1e-5)
-    found = jax.tree.map(lambda leaf: leaf * BATCH * TIME, node.gradients)
+    found = jax.tree.map(lambda leaf: leaf * BATCH * TIME, jax.device_get(node.gradients))
     assert relative_error(found, expected) < 1e-5
 
 
 GUARD = dataclasses.replace(OPTIMIZER, skip_above_norm=2.0)
 
 
-@pytest.mark.parametrize("tokens", [8.0, 7.0])
+@pytest.mark.parametrize("tokens", [12.0, 7.0])
 @pytest.mark.parametrize(
     ("norm", "is_skipped"),
     [(1.99, False), (2.01, True), (math.nan, True), (math.inf, True)],
@@ -151,7 +155,7 @@ GUARD = dataclasses.replace(OPTIMIZER, skip_above_norm=2.0)
 def test_an_update_is_skipped_bit_for_bit(norm: float, is_skipped: bool, tokens: float):
     functions = functions_of(MODEL, is_data_stage=False, optimizer=GUARD)
     created = functions.create(jax.random.key(0), 0)
-    gradients = jax.tree.map(lambda leaf: jnp.full_like(leaf, norm), created[2])
+    gradients = jax.tree.map(lambda leaf: here(np.full(leaf.shape, norm, np.float32)), created[2])
     before = jax.tree.map(np.asarray, created[:2])
     totals = np.zeros(TOTALS, np.float32)
     totals[TOKENS] = tokens
@@ -163,7 +167,7 @@ def test_an_update_is_skipped_bit_for_bit(norm: float, is_skipped: bool, tokens:
         for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
     ]
     assert all(same) if is_skipped else not any(same)
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(zeros))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(jax.device_get(zeros)))
 
 
 def test_without_a_guard_no_update_with_a_target_is_skipped():
@@ -176,7 +180,7 @@ def test_without_a_guard_no_update_with_a_target_is_skipped():
 def test_a_bound_beyond_float32_still_tells_what_is_infinite():
     guard = dataclasses.replace(OPTIMIZER, skip_above_norm=1e50)
     for squared_norm, is_skipped in ((1e38, False), (math.inf, True), (math.nan, True)):
-        totals = np.array([0.0, 8.0, squared_norm, 0.0, 0.0], np.float32)
+        totals = np.array([0.0, BATCH * TIME, squared_norm, 0.0, 0.0], np.float32)
         assert bool(skips_update(guard, totals, BATCH * TIME)) == is_skipped
 
 
@@ -236,7 +240,7 @@ def test_what_travels_is_packed_and_unpacked_within(recompute: str, back: WireFo
     assert relative_error(gradients, expected_gradients) < 1e-6
     # With all of a stage computed again, its input is kept as it came.
     if recompute == "stage":
-        assert [leaf.nbytes for leaf in jax.tree.leaves(kept)] == [BATCH * TIME * (16 + 2)]
+        assert [leaf.nbytes for leaf in jax.tree.leaves(kept)] == [BATCH * TIME * (MODEL.width + 2)]
 
 
 def assert_same(found: Any, expected: Any) -> None:

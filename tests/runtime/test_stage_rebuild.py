@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
+from skippipe_jax.config import Config, DataConfig, OptimizerConfig
 from skippipe_jax.models.footprint import buddy_checkpoint_bytes
 from skippipe_jax.optim.update_rule import updates_made
 from skippipe_jax.runtime.copied import packed, pieces, unpacked
@@ -19,12 +19,13 @@ from skippipe_jax.runtime.stage_rebuild import averaged, with_count
 from skippipe_jax.runtime.totals import add_up, apart
 from tests.harness.one_host import open_alone
 from tests.harness.training_runs import assert_same_bits, by_name
+from tests.runtime.test_oracle import BATCH, SMALL, TIME
 from tests.sched.examples import plan_of
 
 PLAN = plan_of([[0], [1], [2, 3]], [[0, 1, 2], [0, 1, 3]])
 CONFIG = Config(
-    model=ModelConfig(width=16, layers=3, heads=2, kv_heads=1, ffn_width=24, context=32),
-    data=DataConfig(sequence_length=32, microbatch_size=2),
+    model=SMALL,
+    data=DataConfig(sequence_length=TIME, microbatch_size=BATCH),
     optimizer=OptimizerConfig(learning_rate=1e-2),
 )
 UPDATES = 7

@@ -26,7 +26,7 @@ from skippipe_jax.runtime.wire_format import (
 
 BATCH, TIME = 2, 3
 # One group, several, and some whose last one is smaller.
-WIDTHS = [1, 8, 127, 128, 130, 256, 300]
+WIDTHS = [8, 127, 128, 300]
 HALF_BFLOAT16 = 2.0**-9
 """The largest share of a number by which rounding it to bfloat16 changes it."""
 ALL_BITS = np.uint32(2**31 - 1).view(np.float32)
@@ -138,8 +138,10 @@ def test_what_is_not_finite_does_not_become_finite(bad: float, rounding: str):
 
 
 @pytest.mark.parametrize("computed", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("width", [8, 128, 300])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(8, "float32"), (8, "bfloat16"), *((width, "int8") for width in (8, 128, 300))],
+)
 def test_marks_of_documents_stay_exact(width: int, dtype: str, computed: str):
     how = format_of(width, dtype=dtype, computed=computed, marks=1)
     random = np.random.default_rng(3)
@@ -165,8 +167,7 @@ def test_an_array_that_has_not_travelled_stays_as_it_is():
 
 
 @pytest.mark.parametrize("packing", ["windows", "documents"])
-@pytest.mark.parametrize("width", [8, 128, 300])
-@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("width", "compute_dtype"), [(8, "float32"), (300, "bfloat16")])
 @pytest.mark.parametrize(
     ("activation_dtype", "gradient_dtype"),
     [(None, None), ("bfloat16", None), ("int8", None), ("int8", "bfloat16"), (None, "int8")],
@@ -188,6 +189,6 @@ def test_bytes_of_a_hop_are_those_of_the_formula(
     wire, size = wire_of_run(config), hop_bytes(config)
     found = [how.travelling for how in (wire.activations, wire.gradients)]
     assert [a.size * a.dtype.itemsize for a in found] == [size.activation, size.gradient]
-    groups, marks = {8: 1, 128: 1, 300: 3}[width], packing == "documents"
+    groups, marks = {8: 1, 300: 3}[width], packing == "documents"
     if activation_dtype == "int8":
         assert size.activation == BATCH * TIME * (width + marks + 2 * groups)

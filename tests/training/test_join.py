@@ -24,7 +24,7 @@ from skippipe_jax.connections.join_offer import JoinOffer, Place, describe_files
 from skippipe_jax.connections.join_server import RUN_ENDED
 from skippipe_jax.connections.link_probe import MeasuredLink
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.runtime.spread import single
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.metrics_log import MetricsTail
 from skippipe_jax.training.elastic import join_measurements as measuring
@@ -433,7 +433,7 @@ def test_what_a_host_has_measured_is_kept_told_and_planned_for(tmp_path: Path):
 
 def test_seconds_are_measured_where_those_of_the_case_were(monkeypatch: pytest.MonkeyPatch):
     data = {"sequence_length": 32, "microbatch_size": 2}
-    here = single(jax.local_devices()[0])
+    here = NodeSharding((jax.local_devices()[0],))
     monkeypatch.setattr(measuring, "STAGE_S", 0.0)
     told = parse_config({"model": MODEL, "data": data})
     assert forward_seconds(told, PLAN, 1, here) is None

@@ -68,7 +68,7 @@ class StageWorkload:
     @property
     def shapes(self) -> Any:
         """Of the parameters."""
-        return jax.eval_shape(self.functions.create, jax.random.key(SEED), 0)[0]
+        return jax.eval_shape(self.functions.initialize, jax.random.key(SEED), 0)
 
     def inputs(self) -> jax.Array:
         """Random activations of all microbatches."""
@@ -135,7 +135,7 @@ def stage_plain_step(workload: StageWorkload) -> Iteration:
 
     step = one_process.plain_step(
         functools.partial(one_process.accumulated, of_microbatch),
-        workload.functions.create(jax.random.key(SEED), 0)[0],
+        workload.functions.initialize(jax.random.key(SEED), 0),
     )
     inputs = workload.inputs()
     return lambda _: step(inputs)
