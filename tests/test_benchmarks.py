@@ -60,12 +60,12 @@ def report_of(folder: Path, module: str, *words: str) -> dict[str, Any]:
         (
             "overhead",
             "--recompute stage --stages 2 --replicas 1 --microbatches-per-data-node 2 "
-            "--microbatch-size 1 --sequence-length 16 --warmup 1 --turns 2",
+            "--microbatch-size 1 --sequence-length 16 --warmup 0 --turns 1",
         ),
         (
             "overhead",
-            "--causes --microbatches-per-data-node 2 --sequence-length 16 --warmup 1 --turns 1 "
-            "--records 1",
+            "--causes --stages 2 --replicas 1 --microbatches-per-data-node 2 "
+            "--microbatch-size 1 --sequence-length 16 --warmup 0 --turns 1 --records 1",
         ),
         ("gpu", "--small"),
         (
