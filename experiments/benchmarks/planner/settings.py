@@ -18,6 +18,9 @@ outer           everything is averaged once in 20 iterations, in four fragments 
                 each within the iteration that follows
 outer-later     once in 40, in two fragments, each within the ten iterations that follow
 outer-free      as outer, with nothing to average
+
+By what the first two of outer take longer than the third is averaging's share: in the same plan if
+its rings took no time (`pipeline_s`), and against plans that had none to think of.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from skippipe_sched.problem.averaging import NUMBERS_OF_A_SCALE
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Search
+from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.benchmarks.harness import reporting
 from experiments.paper import cases
@@ -103,11 +107,47 @@ def searches(name: str, dtype: str, setting: str, seeds: int, budget_s: float) -
         "activation_bytes": case.activation_bytes,
         "median_iteration_s": statistics.median(run["iteration_s"] for run in runs),
         "median_pipeline_s": statistics.median(run["pipeline_s"] for run in runs),
+        "median_averaging_share": statistics.median(
+            run["iteration_s"] / run["pipeline_s"] - 1 for run in runs
+        ),
         "longest_averaging_s": max(run["averaging_s"] for run in runs),
         "late_s": max(run["late_s"] for run in runs),
         "lower_bound_s": runs[0]["lower_bound_s"],
         "runs": runs,
     }
+
+
+def published() -> dict[str, float]:
+    """Seconds of an iteration of the published plans of gcp20."""
+    return {
+        "plan": round(simulate_plan(cases.published_plan()).iteration_s, 2),
+        "full_pipeline": round(cases.published_full_pipeline().iteration_s, 2),
+    }
+
+
+def shares(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Averaging's share: by how much outer plans take longer than plans that had none to think of.
+
+    And than themselves, if their rings took no time.
+    """
+    free_s = {
+        (found["case"], found["hops"]): found["median_iteration_s"]
+        for found in results
+        if found["setting"] == "outer-free"
+    }
+    return [
+        {
+            "case": own["case"],
+            "hops": own["hops"],
+            "setting": own["setting"],
+            "of_free_plans": round(
+                own["median_iteration_s"] / free_s[own["case"], own["hops"]] - 1, 4
+            ),
+            "of_its_own_plan": round(own["median_averaging_share"], 4),
+        }
+        for own in results
+        if own["setting"] in ("outer", "outer-later") and (own["case"], own["hops"]) in free_s
+    ]
 
 
 def row(result: dict[str, Any]) -> str:
@@ -124,7 +164,8 @@ def row(result: dict[str, Any]) -> str:
 def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Search in all settings."""
     report |= {"seeds": arguments.seeds, "budget_s": arguments.budget, "settings": SETTINGS}
-    report["results"] = []
+    report |= {"published_s": published(), "results": []}
+    print(f"published: {report['published_s']}")
     print(
         f"{'case':<8}{'hops':<10}{'setting':<16}{'iteration':>10}{'pipeline':>10}{'all seeds':>19}"
         f"{'ring':>12}{'late':>8}{'bound':>9}   [s, medians]"
@@ -134,8 +175,11 @@ def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             for setting in arguments.settings or SETTINGS_OF[name]:
                 found = searches(name, dtype, setting, arguments.seeds, arguments.budget)
                 report["results"].append(found)
+                report["averaging_shares"] = shares(report["results"])
                 print(row(found), flush=True)
                 reporting.write(report, arguments.json)
+    for share in report["averaging_shares"]:
+        print(f"averaging's share: {share}")
 
 
 def main() -> int:
