@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import accumulate, permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods.routes import place_in_order
 from skippipe_sched.problem.case import CONTENTIONS, Case, parse_case
-from skippipe_sched.problem.plan import Operation, Plan, Predicted, microbatch_chain
+from skippipe_sched.problem.plan import Operation, Plan, Predicted, load_plan, microbatch_chain
 from skippipe_sched.timing.simulate import forecast, simulate
 from skippipe_sched.timing.timeline import Timeline
 
 PAPER = "experiments/paper/gcp20.yaml"
+# The placement and the paths published for that case; an order is ours.
+PUBLISHED = load_plan(Path(__file__).parents[2] / "experiments/paper/published_gcp20.json")
 LOCATIONS = ("Iowa", "Oregon", "Belgium", "Taiwan", "Australia")
 
 # Two nodes; F takes 1 s, L half a second, B 2 s, and a hop 1 s each way.

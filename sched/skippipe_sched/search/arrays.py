@@ -238,16 +238,17 @@ def hop_seconds(problem, source, target, position, length):
 
 
 @kernel
-def follow(link_free_s, source, target, ready_s, hop_s):
-    """Send a hop after earlier ones on its link; return its arrival [s]."""
-    arrival_s = max(ready_s, link_free_s[source, target]) + hop_s
-    link_free_s[source, target] = arrival_s
-    return arrival_s
-
-
-@kernel
-def send(parts, uplink_free_s, link_free_s, source, target, ready_s):
-    """Send a hop with these `parts` over shared connections; return its arrival [s]."""
+def send(problem, scratch, source, target, position, length, ready_s):
+    """Send a hop to the operation at a position of a chain; return its arrival [s]."""
+    uplink_free_s, link_free_s = scratch.uplink_free_s, scratch.link_free_s
+    if not problem.connections:
+        hop_s = hop_seconds(problem, source, target, position, length)
+        if not problem.follow:
+            return ready_s + hop_s
+        arrival_s = max(ready_s, link_free_s[source, target]) + hop_s
+        link_free_s[source, target] = arrival_s
+        return arrival_s
+    parts = problem.hops[int(position > length), source, target]
     hop = parts[0], parts[1], parts[2], parts[3], parts[4]
     free_s = uplink_free_s[source] if hop[1] > -np.inf else -np.inf
     _, left_s, through_s, arrival_s = passed(ready_s, free_s, link_free_s[source, target], hop)

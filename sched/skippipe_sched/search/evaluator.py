@@ -17,7 +17,6 @@ import numpy as np
 
 from skippipe_sched.search.arrays import (
     beside_hops_s,
-    follow,
     hop_seconds,
     leaves_location,
     operation_s,
@@ -135,7 +134,6 @@ def evaluate(problem, candidate, order, scratch, limit_s, mean_weight):
     """
     node_of_slot, paths = candidate.node_of_slot, candidate.paths
     operations = order.operations
-    uplink_free_s, link_free_s = scratch.uplink_free_s, scratch.link_free_s
     microbatches, length = paths.shape
     last = 2 * length
     count = last + 1
@@ -173,14 +171,7 @@ def evaluate(problem, candidate, order, scratch, limit_s, mean_weight):
                 target_slot = slot_at(paths, m, position, length)
                 if target_slot != slot:
                     source, target = node_of_slot[slot], node_of_slot[target_slot]
-                    if problem.connections:
-                        parts = problem.hops[int(position > length), source, target]
-                        arrival_s = send(parts, uplink_free_s, link_free_s, source, target, now)
-                    else:
-                        hop_s = hop_seconds(problem, source, target, position, length)
-                        arrival_s = now + hop_s
-                        if problem.follow:
-                            arrival_s = follow(link_free_s, source, target, now, hop_s)
+                    arrival_s = send(problem, scratch, source, target, position, length, now)
                     if arrival_s + scratch.remaining_s[m, position] >= limit_s:
                         return np.inf
                     push(scratch.event_s, scratch.event_of, size, arrival_s, m)
@@ -235,7 +226,6 @@ def replay(problem, candidate, order, scratch, limit_s, mean_weight):
     """
     node_of_slot, paths = candidate.node_of_slot, candidate.paths
     operations, first = order.operations, order.first
-    uplink_free_s, link_free_s = scratch.uplink_free_s, scratch.link_free_s
     microbatches, length = paths.shape
     count = 2 * length + 1
     if not _set_remaining(problem, candidate, scratch, limit_s):
@@ -278,14 +268,7 @@ def replay(problem, candidate, order, scratch, limit_s, mean_weight):
             target_slot = slot_at(paths, m, position + 1, length)
             if target_slot != slot:
                 target = node_of_slot[target_slot]
-                hop_s = hop_seconds(problem, node, target, position + 1, length)
-                if problem.connections:
-                    parts = problem.hops[int(position + 1 > length), node, target]
-                    now = send(parts, uplink_free_s, link_free_s, node, target, now)
-                elif problem.follow:
-                    now = follow(link_free_s, node, target, now, hop_s)
-                else:
-                    now += hop_s
+                now = send(problem, scratch, node, target, position + 1, length, now)
                 waits_for = scratch.next_in_order[target_slot]
                 if (
                     not scratch.is_touched[target_slot]

@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.churn.policies import POLICIES
 from skippipe_sched.churn.simulation import (
@@ -227,7 +227,6 @@ def costs_of_runs(draw: st.DrawFn) -> Costs:
     repair_s=st.sampled_from([0.0, 20.0, 1e3]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=200)
 def test_goodput_is_between_0_and_1(sizes, policy, costs, mtbf_s, repair_s, seed):
     """Where fewer nodes never make an iteration quicker."""
     plan, end_s = plan_of(*sizes), 2000.0

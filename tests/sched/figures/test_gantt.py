@@ -13,7 +13,7 @@ from skippipe_sched.problem.plan import Plan, microbatch_chain, parse_plan
 from skippipe_sched.timing.simulate import simulate_plan
 from skippipe_sched.timing.timeline import Timeline
 
-from tests.sched.examples import planned
+from tests.sched.examples import PUBLISHED, planned
 from tests.sched.figures.pictures import (
     LOCATIONS,
     Picture,
@@ -40,8 +40,6 @@ NINE_PATHS = [
     *([0, 6, 8], [1, 5, 7], [2, 6, 8], [0, 3, 6], [1, 3, 7], [2, 4, 8]),
 ]
 TWENTY = {"nodes": 20, "stages": [5, *[3] * 5], "path_length": 4, "microbatches_per_data_node": 6}
-TWENTY_STAGES = [[0, 3, 4, 10, 11], [15, 8, 14], [1, 9, 6], [16, 12, 13], [5, 18, 7], [17, 2, 19]]
-TWENTY_PATHS = [[0, 14, 6, 12], [3, 15, 17, 5], [4, 7, 13, 19], [10, 1, 18, 2], [11, 8, 16, 9]] * 6
 ONE = {"nodes": 1, "stages": [1], "path_length": 1, "microbatches_per_data_node": 4}
 ONE |= {"forward_s": 0.0004}
 LATE = {
@@ -59,7 +57,7 @@ def _example(name) -> tuple[Plan, Timeline]:
     return {
         "nine": lambda: _planned(NINE, NINE_STAGES, NINE_PATHS),
         "free": lambda: _planned(NINE | {"contention": "none"}, NINE_STAGES, NINE_PATHS),
-        "twenty": lambda: _planned(TWENTY, TWENTY_STAGES, TWENTY_PATHS),
+        "twenty": lambda: _planned(TWENTY, PUBLISHED.stages, PUBLISHED.microbatches),
         "one": lambda: _planned(ONE, [[0]], [[0]] * 4),
         # Of many iterations that follow one another; a ring takes longer than one, and is late.
         "steady": lambda: _planned(NINE | LATE, NINE_STAGES, NINE_PATHS),

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from skippipe_sched.figures.trace import chrome_trace
 from skippipe_sched.problem.plan import Plan, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
@@ -53,7 +53,6 @@ def _microseconds(start_s, end_s):
     return pytest.approx((1e6 * start_s, 1e6 * end_s), abs=ROUNDING_US, rel=1e-12)
 
 
-@settings(max_examples=50)
 @given(routed_cases())
 def test_every_operation_transfer_and_averaging_is_a_slice_at_its_time(routed):
     plan, timeline = planned(*routed)
@@ -111,7 +110,6 @@ def test_every_operation_transfer_and_averaging_is_a_slice_at_its_time(routed):
         assert all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
-@settings(max_examples=50)
 @given(routed_cases())
 def test_an_arrow_leads_over_every_transfer_to_the_operation_that_it_was_for(routed):
     plan, timeline = planned(*routed)

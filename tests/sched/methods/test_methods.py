@@ -50,7 +50,7 @@ def _balance_is_possible(case) -> bool:
     size=st.sampled_from([2**24, 2**33]),
     seed=st.integers(0, 2**40),
 )
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_every_plan_keeps_what_a_plan_promises(method, case, policy, size, seed):
     """Also one of averaging behind the iterations, whose rings may be late."""
     if policy is not None:

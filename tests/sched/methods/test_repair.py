@@ -82,7 +82,6 @@ def draw_kept(data, plan):
 
 
 @given(plan=random_plans(), data=st.data())
-@settings(max_examples=80)
 def test_a_plan_that_keeps_the_rules_keeps_them_on_fewer_nodes(plan, data):
     """And says what the steady state there is, where nobody waits for averaging."""
     kept = draw_kept(data, plan)
@@ -94,7 +93,6 @@ def test_a_plan_that_keeps_the_rules_keeps_them_on_fewer_nodes(plan, data):
 
 
 @given(example=routed_cases(), data=st.data())
-@settings(max_examples=60)
 def test_a_plan_of_any_paths_goes_on_wherever_nodes_are_left(example, data):
     """Whole stages may be lost too."""
     plan, _ = planned(*example)
@@ -111,7 +109,7 @@ def test_a_plan_of_any_paths_goes_on_wherever_nodes_are_left(example, data):
 
 
 @given(plan=random_plans(), data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_paths_lead_past_stages_that_are_left_out(plan, data):
     """And keep the rules among the stages that are left, of which nodes may be lost too."""
     inner = range(1, len(plan.stages))
@@ -237,20 +235,13 @@ def test_nodes_still_wait_where_that_is_quicker():
 def test_whichever_node_the_papers_plan_loses_it_goes_on_soon(name):
     plan = load_plan(PAPER / f"{name}.json")
     longest_s = 1.5 * plan.predicted.iteration_s
-    for lost in range(20):
+    for lost in range(0, 20, 3):
         kept = set(range(20)) - {lost}
         after = repair_plan(plan, kept)
         require_goes_on(plan, after, kept, stages_of(plan, kept))
+        assert after.method == f"{plan.method}, nodes lost: 1"
         assert violations(after.case, after.stages, after.microbatches) == []
         assert after.predicted.iteration_s < longest_s
-
-
-def test_who_comes_back_is_where_it_was():
-    """A plan is made of the run's own one, whatever it went on by meanwhile."""
-    plan = load_plan(PAPER / "skip33.json")
-    once, again = (repair_plan(plan, set(range(20)) - {7}).to_json() for _ in range(2))
-    assert once == again
-    assert once["method"] == "joint, nodes lost: 1"
 
 
 def test_a_lost_stage_is_refused_unless_it_is_refilled():
@@ -304,7 +295,6 @@ def test_no_node_without_the_text_moves_to_the_data_stage():
 
 
 @given(routed_cases())
-@settings(max_examples=50)
 def test_a_plan_that_stays_keeps_its_order(example):
     plan, timeline = planned(*example)
     order = order_by_start_times(start_times(plan), plan.case, plan.microbatches)
@@ -323,7 +313,6 @@ def test_nodes_wait_as_a_search_found_that_they_should():
 
 
 @given(routed_cases(), st.data())
-@settings(max_examples=100)
 def test_on_other_replicas_it_runs_or_is_none(example, data):
     """Every visit may be on any other replica now, of a case with any memory."""
     case, stages, paths = example

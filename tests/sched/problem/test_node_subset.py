@@ -21,7 +21,7 @@ CHANGED = {"nodes", "stages", "microbatches", "source", *RECKONED}
 
 
 @given(case=cases(), data=st.data())
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_nodes_that_are_kept_stay_what_they_are(case, data):
     everyone = range(len(case.nodes))
     others = len(case.stages) - 1

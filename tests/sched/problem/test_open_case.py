@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.methods import make_plan, plan_best, planning
 from skippipe_sched.problem.case import load_case, parse_case
@@ -66,7 +66,6 @@ def open_cases(draw: st.DrawFn, most_nodes: int = 40):
 
 
 @given(open_cases())
-@settings(max_examples=60)
 def test_every_candidate_is_a_whole_case_with_the_same_work(given):
     found = candidates(given)
     assert 1 <= len(found) <= MOST_CANDIDATES
@@ -84,7 +83,6 @@ def test_every_candidate_is_a_whole_case_with_the_same_work(given):
 
 
 @given(open_cases(most_nodes=10))
-@settings(max_examples=40)
 def test_no_sizes_give_the_busiest_stage_less_to_do_than_the_first_candidate(given):
     case = candidates(given)[0]
     stages = len(case.stages)

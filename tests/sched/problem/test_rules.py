@@ -4,7 +4,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Rules
@@ -56,7 +56,6 @@ def _keeps(sequence, rules):
     st.lists(st.integers(0, 6), max_size=6) | st.permutations(range(1, 5)),
     st.builds(Rules, st.integers(0, 3), st.integers(1, 3), st.integers(0, 4)),
 )
-@settings(max_examples=300)
 def test_sequences_are_judged_as_by_the_definition(inner, rules):
     sequence = [0, *inner]
     assert (sequence_problem(sequence, rules) is None) == _keeps(sequence, rules)
@@ -88,7 +87,6 @@ def test_shares_of_extreme_speeds_are_numbers():
 
 
 @given(routed_cases())
-@settings(max_examples=150)
 def test_placement_and_paths_are_judged_as_by_the_definitions(example):
     case, stages, paths = example
     stage_of = {node: stage for stage, nodes in enumerate(stages) for node in nodes}

@@ -5,7 +5,7 @@ Kernels are interpreted here: test_compiled.py shows that they do the same compi
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.methods.routes import place_in_order
 from skippipe_sched.problem.case import parse_case
@@ -78,7 +78,6 @@ def test_a_round_trip_of_the_quick_estimate_is_that_of_a_microbatch_alone(exampl
 
 
 @given(balanced_cases(), st.none() | policies(), st.integers(0, 2**30), st.integers(1, 30))
-@settings(max_examples=100)
 def test_every_move_keeps_the_rules_and_can_be_taken_back(example, policy, seed, moves):
     case, *placed = example
     case = case if policy is None else outer(case, **policy)
@@ -126,7 +125,6 @@ def rings_add(case, stages, paths, timeline):
     st.integers(0, 2**30),
     st.integers(0, 60),
 )
-@settings(max_examples=200)
 def test_a_candidate_costs_what_the_simulator_says_in_the_same_order(
     example, policy, size, seed, swaps
 ):

@@ -18,6 +18,7 @@ from skippipe_sched.timing.timeline import TimeFactors
 from tests.harness.messages import refusal
 from tests.sched.examples import (
     PAPER,
+    PUBLISHED,
     case_with,
     outer,
     planned,
@@ -120,9 +121,7 @@ def test_the_luck_is_exponential_with_the_mean_of_the_jitter():
 
 def test_draws_are_a_prefix_of_more_draws_and_two_hundred_take_some_seconds():
     case = load_case(Path(PAPER))
-    stages = ((0, 3, 4, 10, 11), (15, 8, 14), (1, 9, 6), (16, 12, 13), (5, 18, 7), (17, 2, 19))
-    paths = ((0, 14, 6, 12), (3, 15, 17, 5), (4, 7, 13, 19), (10, 1, 18, 2), (11, 8, 16, 9)) * 6
-    plan = _dispatched(case, stages, paths)
+    plan = _dispatched(case, PUBLISHED.stages, PUBLISHED.microbatches)
     started = time.process_time()
     iterations = replay(plan, 0.3, 200, seed=1)
     assert time.process_time() - started < 10

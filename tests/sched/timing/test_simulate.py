@@ -18,6 +18,7 @@ from skippipe_sched.timing.timeline import Averaging
 from tests.harness.messages import refusal
 from tests.sched.examples import (
     PAPER,
+    PUBLISHED,
     case_with,
     drawn_order,
     planned,
@@ -26,18 +27,14 @@ from tests.sched.examples import (
 )
 from tests.sched.timing.reference import Locked, Reference
 
-PAPER_STAGES = [[0, 3, 4, 10, 11], [15, 8, 14], [1, 9, 6], [16, 12, 13], [5, 18, 7], [17, 2, 19]]
-PAPER_PATHS = [[0, 14, 6, 12], [3, 15, 17, 5], [4, 7, 13, 19], [10, 1, 18, 2], [11, 8, 16, 9]]
-
 
 def test_the_published_figures():
     case = load_case(Path(PAPER))
-    paths = tuple(map(tuple, PAPER_PATHS * 6))
-    timeline = simulate(case, PAPER_STAGES, paths)
+    timeline = simulate(case, PUBLISHED.stages, PUBLISHED.microbatches)
     assert timeline.pipeline_s == pytest.approx(32.92, abs=0.01)
     assert timeline.averaging_s == pytest.approx(36.52, abs=0.01)
     assert timeline.iteration_s == pytest.approx(69.44, abs=0.01)
-    assert violations(case, PAPER_STAGES, paths) == []
+    assert violations(case, PUBLISHED.stages, PUBLISHED.microbatches) == []
 
 
 def test_one_microbatch_goes_there_and_back():
@@ -97,7 +94,6 @@ def test_a_large_ring_keeps_off_the_slow_links():
 
 
 @given(routed_cases(), st.randoms(use_true_random=False), st.sampled_from([0, 0, 1, 2]))
-@settings(max_examples=150)
 def test_an_order_runs_as_the_reference_or_is_refused_as_it_locks(example, chance, swaps):
     """Any order that extends the chains can run, and starts everything as early as it can."""
     case, stages, paths = example
@@ -135,7 +131,6 @@ def test_an_order_runs_as_the_reference_or_is_refused_as_it_locks(example, chanc
 
 
 @given(routed_cases(swaps=False))
-@settings(max_examples=80)
 def test_without_swaps_a_node_takes_the_right_operation_and_never_idles(example):
     """Backward first, then first come first served, a forward within memory: at every moment."""
     case, stages, paths = example
@@ -176,7 +171,6 @@ def _can_all_end(paths, holds, limits):
 
 
 @given(routed_cases())
-@settings(max_examples=60)
 def test_with_swaps_a_forward_waits_only_where_nodes_could_lock(example):
     case, stages, paths = example
     timeline = simulate(case, stages, paths)

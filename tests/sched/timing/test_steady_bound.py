@@ -1,7 +1,7 @@
 """The bounds where iterations follow one another without a barrier: no plan's mean is below."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.timing.averaging import least_averaged_s, rings_of_iteration
@@ -23,7 +23,6 @@ def require_below(case, stages, paths):
 
 
 @given(balanced_cases(), policies(), st.sampled_from([0, 2**26, 2**33]))
-@settings(max_examples=60)
 def test_no_plan_that_keeps_the_rules_beats_the_bound(example, policy, size):
     """With rings that are in time, and others that are not."""
     case, stages, paths = example

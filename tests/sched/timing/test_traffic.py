@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.timing.averaging import averaging_s
 from skippipe_sched.timing.traffic import link_traffic, location_traffic, wide_area_bytes
@@ -39,7 +39,6 @@ def test_what_overlaps_on_a_link_is_busy_once():
     assert there.busy_s < sum(end - start for start, end in spans) - 0.4
 
 
-@settings(max_examples=80)
 @given(routed_cases(), st.none() | policies())
 def test_traffic_adds_up(routed, policy):
     """Beside averaging behind the iterations, too, of which an iteration has its part."""
@@ -77,7 +76,6 @@ def test_traffic_adds_up(routed, policy):
         assert all(0 <= flow.busy_s <= timeline.iteration_s * 1.0001 for flow in flows)
 
 
-@settings(max_examples=40)
 @given(routed_cases())
 def test_traffic_of_locations_is_that_of_their_nodes(routed):
     plan, timeline = planned(*routed)
