@@ -47,8 +47,8 @@ def test_first_weights_are_drawn_as_a_run_draws_them(
 
     class Functions:
         @staticmethod
-        def create(key: jax.Array, first_layer: int) -> tuple[Any, None, None]:
-            return (jax.random.key_data(key).tolist(), first_layer), None, None
+        def initialize(key: jax.Array, first_layer: int) -> tuple[Any, int]:
+            return jax.random.key_data(key).tolist(), first_layer
 
     monkeypatch.setattr(calm, "functions_of_run", lambda _, stages: [Functions] * stages)
     config = parse_config(Campaign(tmp_path, quick=True).config(Run("full", 7)))

@@ -20,7 +20,6 @@ LONG_FUNCTIONS = {
     "skippipe_jax.consensus.next_generation: next_generation",
     "skippipe_jax.runtime.stage_functions: _operations",
     "skippipe_sched.search.evaluator: evaluate",
-    "skippipe_sched.search.evaluator: replay",
 }
 WIDE_SIGNATURES = {
     "skippipe_jax.connections.mesh: Mesh.__init__",
