@@ -97,7 +97,7 @@ def test_partial_paths_beat_full_ones_under_the_same_search():
 
 
 @pytest.mark.nightly
-def test_one_cluster_is_planned_to_the_bound():
+def test_one_cluster_is_planned_to_the_bound(no_clock):
     case = load_case(Path("experiments/paper/cluster1.yaml"))
     plan = make_plan(case, "joint", Search(budget_s=30.0))
     assert plan.predicted.iteration_s <= 1.02 * lower_bound_s(case, case.path_length)
