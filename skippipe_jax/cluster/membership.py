@@ -73,7 +73,6 @@ T = TypeVar("T")
 ANSWERS_S = 10.0
 """Seconds that the event loop may take for a call from another thread, beyond its own waiting."""
 
-
 CLOCK_EXCHANGES, CLOCK_S = 8, 0.5
 """Maximum number of exchanges that compare two clocks, and maximum time for them in seconds."""
 

@@ -1,4 +1,4 @@
-"""How far the clock of another host is: of the leader, whoever leads, as long as it does."""
+"""Offset to the clock of the leader, whoever leads, as long as it does."""
 
 from __future__ import annotations
 

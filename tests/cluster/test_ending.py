@@ -1,4 +1,4 @@
-"""What a host says that ends: why, by which code, and from where to resume.
+"""Messages of a host that ends: why, by which code, and from where to resume.
 
 It ends for another host only by an error that can come from one, and waits to learn whether it did.
 """

@@ -24,7 +24,6 @@ from skippipe_jax.errors import PeerTimeout
 def test_a_process_ends_whose_calls_hang():
     program = """
 import threading
-from skippipe_jax.connections import threads
 from skippipe_jax.connections.threads import DaemonThreads
 DaemonThreads().submit(threading.Event().wait)
 """

@@ -94,7 +94,7 @@ def test_matrices_are_multiplied_as_precisely_as_in_training():
     ],
 )
 def test_cached_logits_equal_uncached_ones(shape: dict[str, Any], order: Order):
-    """Of sequences side by side, whose prompts come in two parts each, with padding."""
+    """Sequences run side by side; each prompt comes in two padded parts."""
     model, prompt, total = model_with(**shape), 27, 40
     tokens = np.random.default_rng(1).integers(0, 259, (SLOTS, total), dtype=np.int32)
     expected = logits_of(model, order, tokens)

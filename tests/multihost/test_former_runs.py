@@ -59,7 +59,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "three hosts": {"cluster": CLUSTER | {"host_of_node": [0, 1, 2, 0]}},
 }
-"""Of three hosts one is killed while they train, and checkpoints are copied to another folder.
+"""Runs by kind; those of three hosts lose one, and checkpoints are copied to another folder.
 
 They train the same bits as before, and the others do not. In outer mode the choice whether an
 update is made has moved into the program of the update, which XLA rounds otherwise since. One host

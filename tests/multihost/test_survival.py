@@ -76,7 +76,7 @@ def undisturbed(config: Path) -> Path:
 
 
 def told_to_observer(run: TrainingHosts, address: str) -> Any:
-    """What `status` tells of a run."""
+    """Return what `status` tells of a run."""
     number = len(run.processes.processes)
     run.processes.start(*STATUS, address, "--json")
     assert run.processes.exit_code(number, PATIENCE_S) == 0, run.processes.outputs()
