@@ -119,8 +119,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
         """As `call_soon`, later."""
 
-        def schedule(guard: Any, *, context: Any) -> Any:
-            return super(VirtualLoop, self).call_at(when, guard, context=context)
+        def schedule(guard: Any, *args: Any, context: Any) -> Any:
+            return super(VirtualLoop, self).call_at(when, guard, *args, context=context)
 
         return self._guarded(schedule, callback, args, context)
 
@@ -128,7 +128,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         context = contextvars.copy_context() if context is None else context
         own = context.get(OWN, None)
         if own is None:
-            return schedule(lambda: callback(*args), context=context)
+            return schedule(callback, *args, context=context)
 
         def run() -> None:
             if own.has_ended and not self.is_finishing:
@@ -222,7 +222,7 @@ class End(asyncio.Transport):
         super().__init__(names)
         self.process, self._network, self._protocol = process, network, None
         self._sent, self._came = deque[tuple[float, bytes | None]](), deque[bytes | None]()
-        self._unheard = deque[float]()
+        self._unheard, self._looks_at_s = deque[float](), float("inf")
         self._is_closing = self._is_paused = self.is_over = False
 
     # What asyncio's streams ask for.
@@ -297,8 +297,7 @@ class End(asyncio.Transport):
         self._sent.append((ready_s, said))
         self._unheard.append(now_s)
         self._network.at(ready_s, self.pump)
-        if self._socket.patience_s < float("inf"):
-            self._network.at(now_s + self._socket.patience_s, self._look_whether_heard)
+        self._look_later()
 
     def pump(self) -> None:
         """Bring over what is due, where the network lets it pass."""
@@ -317,12 +316,22 @@ class End(asyncio.Transport):
             while len(self._unheard) > len(self._sent):
                 self._unheard.popleft()
 
+    def _look_later(self) -> None:
+        """Look after what this end has waited for longest, when its patience ends."""
+        if self._unheard and not self.is_over:
+            due_s = self._unheard[0] + self._socket.patience_s
+            if due_s < self._looks_at_s:
+                self._looks_at_s = due_s
+                self._network.at(due_s, self._look_whether_heard)
+
     def _look_whether_heard(self) -> None:
         """End it where the other kernel has not answered for too long."""
+        self._looks_at_s = float("inf")
         self.pump()
         late_s = self._network.now_s - self._socket.patience_s
         if self._unheard and self._unheard[0] <= late_s + 1e-6 and not self.is_over:
             self.break_by(TimeoutError(errno.ETIMEDOUT, "timed out"))
+        self._look_later()
 
     def _give(self) -> None:
         while self._came and not self._is_paused and self._protocol is not None:
