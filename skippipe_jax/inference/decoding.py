@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -51,6 +51,8 @@ MIN_LENGTH = 16
 """Caches and spans of prompts are padded to powers of two from here on, so few are compiled."""
 PREFILL_TOKENS = 128
 """The most tokens of a prompt that run through the stages at once."""
+BATCH_PREFILL_TOKENS = 1024
+"""The most tokens, padding included, of several prompts that run through the stages at once."""
 ROWS_FACTOR = 4
 """Factor between the numbers of slots that one program may run: 1, 4, 16, ..., or all."""
 FIRST_PAGE = 64
@@ -72,7 +74,7 @@ class Step(NamedTuple):
     """Tokens that run through the stages together.
 
     Attributes:
-        tokens: one of each of the first slots, or a span of one slot's prompt.
+        tokens: one of each of the first slots, or a span of the prompt of each or of one slot.
         positions: the place of each in its sequence; that of padding is the length of the caches.
         slot: whose prompt it is; None if each row is the slot of its number.
     """
@@ -115,7 +117,7 @@ class Decoder:
     def prefill(
         self, step: Step, targets: Int[np.ndarray, "1 time"] | None = None
     ) -> TokenScores | None:
-        """Take in tokens that come next in the sequence of a slot; score `targets` behind them."""
+        """Take in tokens that come next in sequences; score `targets` behind those of one slot."""
         raise NotImplementedError
 
     def next_logits(self, step: Step) -> Float[Array, "row vocabulary"]:
@@ -265,11 +267,20 @@ class StageExecutor(Decoder):
 
 def span_of(tokens: Sequence[int], start: int, slot: int, length: int) -> Step:
     """Return the step of a slot's tokens from a position on, padded for caches of a length."""
-    shape = 1, padded_length(len(tokens), PREFILL_TOKENS)
-    padded, positions = np.zeros(shape, np.int32), np.full(shape, length, np.int32)
-    padded[0, : len(tokens)] = tokens
-    positions[0, : len(tokens)] = start + np.arange(len(tokens))
-    return Step(padded, positions, slot)
+    step = _empty_step(1, padded_length(len(tokens), PREFILL_TOKENS), length)._replace(slot=slot)
+    _put(step, 0, tokens, start)
+    return step
+
+
+def _empty_step(rows: int, time: int, length: int) -> Step:
+    """Return a step of padding alone, for caches of a length."""
+    return Step(np.zeros((rows, time), np.int32), np.full((rows, time), length, np.int32))
+
+
+def _put(step: Step, row: int, tokens: Sequence[int], start: int) -> None:
+    """Put tokens into a row of a step, the first of them at position `start`."""
+    step.tokens[row, : len(tokens)] = tokens
+    step.positions[row, : len(tokens)] = start + np.arange(len(tokens))
 
 
 def batch_sizes(slots: int) -> list[int]:
@@ -414,7 +425,7 @@ class Generator:
         """Begin with empty slots.
 
         Between two draws at most so many tokens of prompts run through the stages, or a span of
-        them that is longer; None is all that there are.
+        them that is longer. None is all that there are, and then several run side by side.
         """
         self.decoder, self._prompt_tokens = decoder, prompt_tokens
         slots = decoder.slots
@@ -502,24 +513,45 @@ class Generator:
         decoded, prompts = [], dict[int, tuple[ScoredToken, ...]]()
         run = 0
         while self._entering and (self._prompt_tokens is None or run < self._prompt_tokens):
-            slot, entering = next(iter(self._entering.items()))
-            run += self._run_span(slot, entering)
-            if entering.done < len(entering.request.prompt) - 1:
-                continue
-            del self._entering[slot]
-            if entering.request.max_new_tokens == 0:
-                stages = self.decoder.stages_of(slot)
-                decoded.append(Decoded(entering.number, True, None, tuple(entering.scored), stages))
-                self.decoder.end(slot)
-            else:
-                self._enter(slot, entering.number, entering.request)
-                prompts[entering.number] = tuple(entering.scored)
+            run += self._run_spans()
+            for slot in [slot for slot, own in self._entering.items() if not own.left]:
+                entering = self._entering.pop(slot)
+                number, request, scored = entering.number, entering.request, tuple(entering.scored)
+                if request.max_new_tokens == 0:
+                    stages = self.decoder.stages_of(slot)
+                    decoded.append(Decoded(number, True, None, scored, stages))
+                    self.decoder.end(slot)
+                else:
+                    self._enter(slot, number, request)
+                    prompts[number] = scored
         return [*decoded, *(self._draw(prompts, on_wait) if self._running else ())]
 
+    def _run_spans(self) -> int:
+        """Run the next spans of prompts, but not their last tokens; return of how many tokens."""
+        joined = {
+            slot: own.left
+            for slot, own in self._entering.items()
+            if own.left and not own.request.scores_prompt
+        }
+        rows = self._rows_for(joined) if joined and self._prompt_tokens is None else 1
+        if rows == 1:
+            return self._run_span(*next(iter(self._entering.items())))
+        time = padded_length(max(joined.values()), max(BATCH_PREFILL_TOKENS // rows, 1))
+        counts = {slot: min(left, time) for slot, left in joined.items()}
+        if 2 * sum(counts.values()) < rows * time:  # Most of it would be padding.
+            return self._run_span(*next(iter(self._entering.items())))
+        step = _empty_step(rows, time, self.decoder.length)
+        for slot, count in counts.items():
+            entering = self._entering[slot]
+            _put(step, slot, entering.request.prompt[entering.done :][:count], entering.done)
+            entering.done += count
+        self.decoder.prefill(step)
+        return sum(counts.values())
+
     def _run_span(self, slot: int, entering: _Entering) -> int:
-        """Run the next span of a prompt, but not its last token; return of how many tokens."""
+        """Run the next span of one prompt, but not its last token; return of how many tokens."""
         prompt, start = entering.request.prompt, entering.done
-        span = prompt[start : min(start + PREFILL_TOKENS, len(prompt) - 1)]
+        span = prompt[start:][: min(PREFILL_TOKENS, entering.left)]
         if not len(span):
             return 0
         step = span_of(span, start, slot, self.decoder.length)
@@ -541,12 +573,16 @@ class Generator:
         if self._penalties is not None:
             self._penalties.set(slot, request.sampling, request.prompt)
 
+    def _rows_for(self, slots: Iterable[int]) -> int:
+        """Return how many of the first slots run in a step that these slots take part in."""
+        needed = max(slots) + 1 if self.decoder.is_single_model else self.slots
+        return next(rows for rows in batch_sizes(self.slots) if rows >= needed)
+
     def _draw(
         self, prompts: Mapping[int, tuple[ScoredToken, ...]], on_wait: Callable[[], None]
     ) -> list[Decoded]:
         """Draw a token for each request that runs; those of `prompts` have theirs told first."""
-        needed = max(self._running) + 1 if self.decoder.is_single_model else self.slots
-        rows = next(rows for rows in batch_sizes(self.slots) if rows >= needed)
+        rows = self._rows_for(self._running)
         step = Step(self._tokens[:rows], self._positions[:rows])
         logits = likelihoods = self.decoder.next_logits(step)
         running = list(self._running.items())
@@ -605,6 +641,11 @@ class _Entering:
     request: DecodeRequest
     done: int = 0
     scored: list[ScoredToken] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that still have to run; the last one of a prompt draws the next."""
+        return len(self.request.prompt) - 1 - self.done
 
 
 def generate_tokens(

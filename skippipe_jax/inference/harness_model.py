@@ -80,8 +80,11 @@ class HarnessModel(LM):
             self.model.decoder(min(self.batch_size, len(decode_requests)), length)
         )
         texts, answers = [""] * len(requests), [answer for _, answer in decode_requests]
-        for decode_request, _ in decode_requests:
-            generator.submit(decode_request)
+        # Prompts of like length run side by side, so attention reads few empty positions of caches.
+        for number in sorted(
+            range(len(requests)), key=lambda i: -len(decode_requests[i][0].prompt)
+        ):
+            generator.submit(decode_requests[number][0], number)
         with tqdm(total=len(decode_requests), disable=None) as bar:
             while generator.is_busy:
                 for number, is_last, drawn, *_ in generator.step():

@@ -396,3 +396,33 @@ def test_few_sequences_run_few_rows(monkeypatch: pytest.MonkeyPatch):
     while generator.is_busy:
         generator.step()
     assert rows == [3, 3, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limit", "shapes"),
+    [
+        ((17, 15, 14), None, [(3, 16)]),
+        ((40, 33, 30), None, [(3, 64)]),
+        ((33, 2, 3), None, [(1, 32), (1, 16), (1, 16)]),  # Most of a joint step would be padding.
+        ((17, 15, 14), 128, [(1, 16), (1, 16), (1, 16)]),
+    ],
+)
+def test_prompts_of_like_length_run_side_by_side(
+    lengths: tuple[int, ...],
+    limit: int | None,
+    shapes: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    generator, ran = Generator(model_with().decoder(SLOTS, LENGTH), limit), list[tuple[int, ...]]()
+    prefill = generator.decoder.prefill
+
+    def noted(step: Step, *targets: Any) -> Any:
+        ran.append(step.tokens.shape)
+        return prefill(step, *targets)
+
+    monkeypatch.setattr(generator.decoder, "prefill", noted)
+    for length in lengths:
+        generator.submit(DecodeRequest([256, *[5] * (length - 1)], 1, GREEDY))
+    while generator.is_busy:
+        generator.step()
+    assert ran == shapes
