@@ -20,6 +20,7 @@ import pytest
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster import membership
+from skippipe_jax.cluster.ending import LINGER_S
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.config import ClusterConfig
@@ -309,7 +310,18 @@ class ControlSimulation(Simulation):
                 self.live[host].advance(Signal.ENDED)
             case _:
                 pass
-        self.do(host, decision)
+        own = self.live[host]
+        if isinstance(decision, NotMember) and host in own.state.leaving:
+            own.process.start(self._part(host, own))
+        else:
+            self.do(host, decision)
+
+    async def _part(self, host: int, own: Host) -> None:
+        """End a host that has left, as `Membership.leave` does: it lingers to be heard."""
+        own.is_ready = False
+        await own.attended._mesh.part(LINGER_S)
+        if self.live.get(host) is own:
+            self.crash(host)
 
     # Faults.
 
