@@ -1,8 +1,7 @@
 """Posterior and priors over experts, and mixtures of their predictions.
 
-Other packages use `target_log_weights`, `cached_log_prior` and `weighed`, which evaluate one float
-per token in float64. Compiled decoding uses `final_log_weights`, `WEIGHTS` and `arithmetic`, in the
-dtype of what they are given.
+`target_log_weights`, `cached_log_prior` and `weighed` evaluate one float per token in float64;
+compiled decoding uses `final_log_weights` in the dtype of its arguments.
 """
 
 from __future__ import annotations

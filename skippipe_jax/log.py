@@ -1,8 +1,7 @@
 """Printed lines of a run: events on stderr, requested results on stdout.
 
-A line is printed immediately, as notebooks and forked processes need it, until `configure` starts
-the printing threads. From then on a slow reader does not block callers such as the heartbeat
-thread.
+Once `configure` has started the printing threads, a slow reader blocks no caller, such as the
+heartbeat thread. Before, lines are printed at once, as notebooks and forked processes need it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""Experts: runs that branch from seed models, each on its own domain, and their mixture.
-
-Other packages start `skippipe experts`.
-"""
+"""Experts: runs that branch from seed models, each on its own domain, and their mixture."""

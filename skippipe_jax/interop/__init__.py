@@ -1,4 +1,4 @@
-"""Hugging Face's form of a model, in and out.
+"""Import and export of Hugging Face models.
 
-Others use `huggingface.open_weights`, whose stages are read one by one; the command, `conversion`.
+Entry points: `huggingface.open_weights`, which reads one stage at a time, and `conversion`.
 """

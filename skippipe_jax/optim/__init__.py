@@ -1,5 +1,4 @@
 """Parameter updates.
 
-Entry points: `update_rule` (AdamW or Muon with their schedule) and `outer` (outer averaging in the
-background).
+Entry points: `update_rule` (AdamW or Muon with their schedule) and `outer` (outer averaging).
 """

@@ -1,5 +1,4 @@
 """Measurement of a cluster's links, stages and devices, as a case for the planner.
 
-Entry points: `cluster.measure`, which all hosts call together, `case`, which makes cases from
-measurements, and `devices`.
+Entry points: `cluster.measure`, which all hosts call together, `case` and `devices`.
 """

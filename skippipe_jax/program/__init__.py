@@ -1,4 +1,4 @@
 """Compilation of plans to the program of each host, and the schedule of plans over iterations.
 
-Entry points: `compiler`, also of the numbers of all transfers, and `schedule`. Free of JAX.
+Entry points: `compiler` and `schedule`.
 """

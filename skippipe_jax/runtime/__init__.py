@@ -1,5 +1,4 @@
 """Execution of programs: jitted stage functions, state, dispatch, transfers, averaging.
 
-Entry points: `runtime.open_runtime` and `Runtime.run`, `state` (origins of stages), `transport`
-(opens transfers) and `stage_functions`.
+Entry points: `runtime.open_runtime` and `Runtime.run`.
 """

@@ -1,4 +1,1 @@
-"""Serving of a trained model over HTTP with an OpenAI-compatible API.
-
-Commands use `server`.
-"""
+"""Serving of a trained model over HTTP with an OpenAI-compatible API. Entry point: `server`."""

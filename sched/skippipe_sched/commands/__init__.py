@@ -1,7 +1,6 @@
-"""Commands of the planner, a module each: `add_arguments` adds options, `run` executes it.
+"""Commands of the planner, one module each, also part of `skippipe`.
 
-`python -m skippipe_sched` and `skippipe` take the same commands from here. No module loads NumPy,
-or modules that need it, before it runs, so that ``--help`` answers at once.
+No module loads NumPy before it runs, so that `--help` answers at once.
 """
 
 from __future__ import annotations

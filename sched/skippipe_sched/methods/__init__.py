@@ -1,12 +1,9 @@
 """Planning methods with a common interface, and the functions that make a plan.
 
-A method takes a case and a `Search` and returns placement and paths, and the order of operations on
-every node if it searched that too; `make_plan` simulates them, which gives the prediction and, if
-the method left it open, the order, and checks the rules. `plan_best` does so for an open case.
-
-`repair` makes repair plans without a search, for a run that loses nodes.
-
-`METHODS` describes the methods without loading them: commands and configurations need the names.
+A method takes a case and a `Search` and returns placement and paths, and maybe the order of
+operations. `make_plan` checks and simulates them, `plan_best` does so for an open case, and
+`repair` plans without a search for a run that loses nodes. `METHODS` describes methods without
+loading them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Compiled search: annealing of candidates, judged by the timing model on arrays.
 
-Methods use `annealer` (runs of chains), `budget` (the limits of a search) and `compiled`.
+Entry points: `annealer` (runs of chains), `budget` (the limits of a search) and `compiled`.
 """
