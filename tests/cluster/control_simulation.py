@@ -34,6 +34,7 @@ from skippipe_jax.consensus.generations import (
     Event,
     Generation,
     NotMember,
+    RolledBack,
     State,
     Told,
 )
@@ -112,6 +113,7 @@ class ControlSimulation(Simulation):
         self.addresses: dict[int, str] = {}
         self.starting: set[int] = set()
         self.has_begun = False
+        self.damaged, self.read_in = set[int](), dict[int, int]()
         self.settled_s, self.log = 0.0, list[tuple[float, int, str]]()
 
     # The life of a host.
@@ -207,7 +209,7 @@ class ControlSimulation(Simulation):
             if self._fails(own) and self.random.random() < 0.3:
                 await self._confirm(host, own)
                 continue
-            if isinstance(own.at, Opening):
+            if isinstance(own.at, Opening) and self._has_read(host, own):
                 self.fetch(host)
                 if own.has_all:
                     own.advance(Signal.OPENED)
@@ -218,8 +220,41 @@ class ControlSimulation(Simulation):
                 _, where, event = self.computed.pop(0)
                 if where == host and self.live.get(host) is own:
                     self.tell(host, event)
-            if own.state.number and len(own.applied) % 7 == 6:
+            if isinstance(own.at, Training) and len(own.applied) % 7 == 6:
                 self.save(host)
+
+    def _has_read(self, host: int, own: Host) -> bool:
+        """Read the newest checkpoint that is not damaged, once all members of a rollback can."""
+        generation = own.entered
+        assert generation is not None
+        if not generation.is_rewound:
+            return True
+        number = generation.number
+        if number not in self.read_in:
+            there = [self.live.get(member) for member in generation.members]
+            if not all(one and one.entered and one.entered.number == number for one in there):
+                return False
+            usable = self.checkpoints.keys() - self.damaged
+            self.read_in[number] = max(step for step in usable if step <= generation.step)
+        step = self.read_in[number]
+        if step < generation.step:
+            own.entered, self.begun_with[number] = (
+                replace(generation, step=step),
+                self.checkpoints[step],
+            )
+            if own.is_ready:
+                own.applied = list(self.checkpoints[step])
+                own.stages = dict.fromkeys(own.served, own.applied)
+            self.tell(host, RolledBack(number, step))
+        return True
+
+    def save(self, host: int) -> None:
+        """All members have saved what they have applied, if all have applied the same."""
+        before = self.checkpoints.copy()
+        super().save(host)
+        self.damaged -= {
+            step for step, own in self.checkpoints.items() if before.get(step) is not own
+        }
 
     def _fails(self, own: Host) -> bool:
         """Tell whether a transfer with another member would fail."""
@@ -365,6 +400,8 @@ class ControlSimulation(Simulation):
             case "slow":
                 self.network.slow[one, other] = random.uniform(0.5, 3.0)
                 self.network.at(now_s + lasts_s, lambda: self.network.slow.pop((one, other), None))
+            case "damage":
+                self.damaged.add(max(self.checkpoints) or -1)  # The initial state is not stored.
             case "storage hangs":
                 self.storage.hangs_until_s = now_s + lasts_s
             case "storage fails":
@@ -440,6 +477,7 @@ class ControlSimulation(Simulation):
 FAULTS = [
     "die", "die", "die", "leave", "join", "join", "wish", "pause", "pause", "reset", "reset",
     "one way", "black hole", "black hole", "partition", "slow", "storage hangs", "storage fails",
+    "damage", "damage",
 ]  # fmt: skip
 
 

@@ -98,3 +98,26 @@ def test_transfers_that_fail_while_a_host_is_missed_for_a_moment_end_their_gener
         one.has_cut_transfers = True
         simulation.run(lambda: isinstance(one.at, Confirming | Suspended), 3.0)
         simulation.require_goes_on()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_go_back_further_where_the_newest_checkpoint_is_damaged(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    with simulated(monkeypatch, 5, seed, rewinds=True, keeps_enough=True) as simulation:
+        simulation.wait(8.0)
+        simulation.run(lambda: len(simulation.checkpoints) > 2, 30.0)
+        stages = range(simulation.stages)
+        serving = [
+            {host for host, own in simulation.live.items() if s in own.served} for s in stages
+        ]
+        for host in min(serving, key=len):
+            simulation.crash(host, for_s=30.0)
+        assert len(simulation.live) > 2, "a majority"
+        newest = max(simulation.checkpoints)
+        simulation.damaged.add(newest)
+        simulation.run(lambda: bool(simulation.read_in), 4 * CLUSTER.heartbeat_timeout_s)
+        [(number, step)] = simulation.read_in.items()
+        assert simulation.decided[number].step == newest > step > 0
+        simulation.require_goes_on()
+        assert simulation.steps > step

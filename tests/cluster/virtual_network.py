@@ -307,7 +307,7 @@ class End(asyncio.Transport):
         while self._sent and self._sent[0][0] <= network.now_s:
             _, said = self._sent.popleft()
             if other.process.has_ended or other.is_over:
-                if not other.is_over:
+                if network.passes(other.process, self.process):
                     self.reset()
                 return
             other._came.append(said)
