@@ -109,17 +109,30 @@ def _anchor(name: str) -> str:
 
 def commands() -> str:
     """Return the output of --help of every command, as Markdown."""
+    shown: dict[str, str] = {}
     return "\n".join(
-        f"## {command.prog}\n\n```text\n{_help(command)}```\n" for command in parsers(parser())
+        f"## {command.prog}\n\n```text\n{_help(command, shown)}```\n"
+        for command in parsers(parser())
     )
 
 
-def _help(parser: argparse.ArgumentParser) -> str:
-    """Return the --help of a command, without what the list of its options says again."""
+def _help(parser: argparse.ArgumentParser, shown: dict[str, str]) -> str:
+    """Return the --help of a command, without repetitions.
+
+    `shown` has the groups of options of earlier commands, with the names of these commands.
+    """
     parser.formatter_class = functools.partial(parser.formatter_class, width=HELP_WIDTH)  # pyright: ignore[reportCallIssue]
     usage, _, rest = parser.format_help().partition("\n\n")
     required = OPTIONAL.sub("", " ".join(usage.split()))
-    return f"{required.replace(parser.prog, f'{parser.prog} [options]')}\n\n{HELP.sub('', rest)}"
+    paragraphs = HELP.sub("", rest).rstrip("\n").split("\n\n")
+    for number, paragraph in enumerate(paragraphs):
+        title, _, options = paragraph.partition("\n")
+        if title.endswith(":") and options.startswith("  -"):
+            earlier = shown.setdefault(paragraph, parser.prog)
+            if earlier != parser.prog:
+                paragraphs[number] = f"{title}\n  as of {earlier}"
+    usage = required.replace(parser.prog, f"{parser.prog} [options]")
+    return "\n\n".join([usage, *paragraphs]) + "\n"
 
 
 if __name__ == "__main__":

@@ -34,15 +34,13 @@ DEFAULT_CONFIG = Path("train.yaml")
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, resumes: bool = True) -> None:
     """Add the arguments for a configuration, and --resume if the command `resumes`."""
-    about = (
-        "configuration file, YAML; skippipe init writes one, skippipe config keys lists its keys"
-    )
+    about = "configuration file, YAML; skippipe config keys lists its keys"
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help=about)
     add_overrides(parser, "override a configuration key; repeatable")
     if resumes:
         about = (
-            "continue from the last checkpoint in run_dir, or in checkpoint.copy_to if run_dir "
-            "does not exist"
+            "continue from the last checkpoint in run_dir or, if it does not exist, "
+            "checkpoint.copy_to"
         )
         parser.add_argument("--resume", action="store_true", help=about)
 
@@ -81,15 +79,13 @@ def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 def add_addresses(parser: argparse.ArgumentParser) -> None:
     """Add the argument for the addresses of hosts of a run."""
-    about = (
-        "HOST:PORT of a host of the run, such as its --coordinator; the first that answers is used"
-    )
+    about = "HOST:PORT of a host of the run; the first that answers is used"
     parser.add_argument("address", metavar="ADDRESS", nargs="+", help=about)
 
 
 def add_log_level(parser: argparse.ArgumentParser) -> None:
     """Add the argument for the level of printed lines, which `main` reads."""
-    about = "minimum severity of messages on stderr; results go to stdout"
+    about = "minimum severity of messages on stderr"
     parser.add_argument("--log-level", choices=log.LEVELS, default=log.LEVELS[0], help=about)
 
 
@@ -100,7 +96,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--hosts", type=int, metavar="N", help="number of hosts")
     accept_old_names(parser, **{"num-hosts": "--hosts"})
     cluster.add_argument("--host-id", type=int, metavar="I", help="index of this host, from 0")
-    about = "let JAX detect the hosts, for TPU pods whose environment does not list them"
+    about = "let JAX detect the hosts of TPU pods whose environment does not list them"
     cluster.add_argument("--distributed", action="store_true", help=about)
 
 
@@ -152,7 +148,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
             option, type=Path, action="append", default=[], metavar="DIR", help=about
         )
     add_step(parser, "checkpoint of --run")
-    default = f"{MOST_STAGES}, or the next lower number that divides its layers evenly"
+    default = f"{MOST_STAGES}, or fewer, to divide its layers evenly"
     about = f"number of stages of an --hf model (default: {default})"
     parser.add_argument("--num-stages", type=int, metavar="N", help=about)
     accept_old_names(parser, cut="--num-stages")
@@ -161,15 +157,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--mix",
         metavar="{posterior,prior,top-1}",
-        help="weights of the models: posterior, updated after each token; prior, constant; top-1, "
-        "only the model with the highest posterior (default: posterior)",
+        help="weights: posterior, updated after each token; prior, constant; top-1, only the "
+        "model with the highest posterior (default: posterior)",
     )
     several.add_argument(
         "--prior",
         metavar="PRIOR",
-        help="probability of each model: uniform, or FILE.json from evaluate --json; in evaluate "
-        "also cached (estimated on part of the held-out text) or decay (updated along the text) "
-        "(default: uniform; cached in evaluate)",
+        help="prior: uniform, or FILE.json from evaluate --json; in evaluate also decay (updated "
+        "along the text) or its default, cached (estimated on other held-out text)",
     )
 
 
@@ -178,7 +173,7 @@ def add_scale(
 ) -> None:
     """Add the argument that scales residual branches, for `create_scaling`."""
     about = f"{scaled} the residual branches of inner stages by a NUMBER, or by `share`, the "
-    about += "fraction of the run's microbatches that visited the stage (default: no scaling)"
+    about += "fraction of the run's microbatches that visited each"
     parser.add_argument("--scale", metavar="SCALE", help=about)
 
 
@@ -214,7 +209,7 @@ def add_step(parser: argparse._ActionsContainer, of: str) -> None:
     def step(text: str) -> int | str:
         return int(text) if text.lstrip("-").isdecimal() else text
 
-    help_text = f"{of}: its step, or best for the lowest validation loss (default: latest)"
+    help_text = f"{of}: its step, or best, by validation loss (default: latest)"
     parser.add_argument("--step", type=step, metavar="N", help=help_text)
 
 

@@ -20,9 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=(SHOW, KEYS, SCHEMA),
         default=SHOW,
-        help="show: the configuration with all defaults, as YAML, with the file of each value if "
-        "it extends another; keys: all keys with type, default and meaning; schema: a JSON schema "
-        "for editors",
+        help="show: as YAML, with the file of each value if it extends another; keys: with type, "
+        "default and meaning; schema: for editors",
     )
     parser.add_argument("--config", type=Path, help="configuration file to show, YAML")
     add_overrides(parser, "override a key of --config; repeatable")

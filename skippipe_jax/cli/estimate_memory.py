@@ -12,14 +12,12 @@ from skippipe_jax import log
 from skippipe_jax.cli.arguments import DEFAULT_CONFIG, add_config_arguments, config_of
 
 EPILOG = """\
-No host is started and no data is read. Without a plan, or with plan: auto, the estimate is for one
-machine with one device; for a case with open stages or path lengths, it is for the candidate that
-is best without a search.
+Without a plan, or with plan: auto, the estimate is for one machine with one device; for a case with
+open stages or path lengths, for the candidate that is best without a search.
 
-Without a case, --model 8b --devices 3x24GB prints the smallest number of stages with which the
-model fits on these devices, or the number of devices that it needs, and the memory that each remedy
-saves. Defaults: microbatches of one sequence of at most 4,096 tokens, bfloat16, recompute: block;
-change them with --set or --config.
+Without a case, --model 8b --devices 3x24GB prints the smallest number of stages that fits, or the
+number of devices that the model needs, and the memory that each remedy saves. Defaults:
+microbatches of one sequence of at most 4,096 tokens, bfloat16, recompute: block.
 """
 
 LONGEST_SEQUENCE = 4096

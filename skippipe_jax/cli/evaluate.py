@@ -35,31 +35,28 @@ DEFAULT_SUBSETS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Compute validation loss and perplexity of the full model and of partial models on the "
-        "held-out split of data.source and data.path. For several models, compute the loss of each "
-        "model and of the mixture, by domain, on part of the held-out text of the first model."
+        "Compute validation loss and perplexity of the full model and of partial models on "
+        "held-out text; for several models, of each model and of the mixture, by domain, on the "
+        "held-out text of the first model."
     )
     add_model_arguments(parser)
     parser.add_argument(
         "--sequences",
         type=int,
-        help="maximum number of sequences; for a mixture also in each domain (default: "
-        f"{DEFAULT_SEQUENCES})",
+        help=f"maximum sequences; for a mixture also in each domain (default: {DEFAULT_SEQUENCES})",
     )
     parser.add_argument(
         "--part",
         choices=HELD_OUT_PARTS,
-        help="held-out documents to evaluate on: all, or those for estimating the priors or for "
-        "scoring an ensemble (default: all)",
+        help="held-out documents: all, or an ensemble's for priors or for scores (default: all)",
     )
     partial = parser.add_argument_group("partial models", "Evaluated besides the full model.")
     partial.add_argument(
         "--keep-fraction",
         metavar="FRACTIONS",
-        help="fractions of the stages, as 1.0,0.75,0.5; for each, all subsets of that size that "
-        "include the data stage",
+        help="fractions of the stages, as 1.0,0.75,0.5; for each, all subsets with the data stage",
     )
-    about = "maximum number of subsets for each fraction, drawn at random"
+    about = "maximum subsets for each fraction, drawn at random"
     partial.add_argument("--subsets", type=int, default=DEFAULT_SUBSETS, help=about)
     partial.add_argument("--seed", type=int, default=0, help="seed of the draw of subsets")
     partial.add_argument("--paths", action="store_true", help="paths of the run's plan")
@@ -72,10 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     service.add_argument(
         "--url",
         metavar="http://HOST:PORT/v1",
-        help="URL of a skippipe serve process, which runs the model; --run or --hf then selects "
-        "only the text and its tokenizer",
+        help="skippipe serve process that runs the model; --run or --hf then selects only the text "
+        "and its tokenizer",
     )
-    about = "file with an API key of the service in the first line"
+    about = "file with an API key in the first line"
     service.add_argument("--api-key-file", type=Path, metavar="FILE", help=about)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object")

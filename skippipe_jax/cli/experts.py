@@ -23,10 +23,9 @@ plan       divide the nodes of `nodes.case` among the lanes of each arm
 export     write every expert as a Hugging Face model to FOLDER/huggingface
 
 An arm is an ensemble to compare. A lane is a sequence of domains: its first expert starts from the
-seed model, each later one from the previous expert. Two runs train at a time by default (at_once).
-Ctrl-C saves a checkpoint of each run and stops. The same command continues, also after a crash; no
-run is trained twice. If the text, case or plan of a run has changed, the command lists these runs
-and trains nothing.
+seed model, each later one from the previous expert. Ctrl-C saves a checkpoint of each run and
+stops; the same command continues. If the text, case or plan of a run has changed, the command lists
+these runs and trains nothing.
 """
 
 

@@ -27,18 +27,17 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Print a continuation of a prompt, sampled from a model or a mixture of models; with "
-        "--chat, print the model's answer to the prompt."
+        "Sample a continuation of a prompt from a model or a mixture; with --chat, an answer."
     )
     add_language_model_arguments(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="prompt; - reads it from stdin")
     about = "print the answer by the chat template; without --prompt, start a conversation"
     parser.add_argument("--chat", action="store_true", help=about)
-    about = "maximum number of sampled tokens"
+    about = "maximum sampled tokens"
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help=about)
     about = "divisor of the logits; 0: greedy decoding"
     parser.add_argument("--temperature", type=float, default=Sampling.temperature, help=about)
-    about = "sample from the likeliest tokens with this total probability"
+    about = "total probability of the likeliest tokens to sample from"
     parser.add_argument("--top-p", type=float, default=Sampling.top_p, help=about)
     about = "seed of sampling and of --keep-fraction"
     parser.add_argument("--seed", type=int, default=Sampling.seed, help=about)

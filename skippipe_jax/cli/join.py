@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from skippipe_jax.training.trainer import RunResult
 
 EPILOG = """\
-This host downloads configuration, plans, tokenizer and the state of its stages. It replaces the
-first failed host whose training text it has; a host without data nodes needs no text. If no host
-has failed, it joins as one of join.places extra hosts, if faster steps make up for the state
-transfer within join.horizon. If the run is full, it waits for cluster.rejoin_s.
+This host replaces the first failed host whose training text it has; a host without data nodes needs
+no text. If no host has failed, it joins as one of join.places extra hosts, if faster steps make up
+for the state transfer within join.horizon. If the run is full, it waits for cluster.rejoin_s.
 """
 
 INTERRUPTED = "interrupted; the run continues without this host"
@@ -29,8 +28,8 @@ INTERRUPTED = "interrupted; the run continues without this host"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Join a running training job as a replacement of a failed host or as an extra host, or a "
-        "service as a host of stages. This machine needs neither configuration nor run folder."
+        "Join a run as a replacement of a failed host or as an extra host, or a service as a host "
+        "of stages. This machine needs neither configuration nor run folder."
     )
     parser.epilog = EPILOG
     add_addresses(parser)
@@ -38,12 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-dir",
         type=Path,
         metavar="DIR",
-        help="folder for downloads; existing files are not downloaded again (default: in the "
-        "working directory, with the name of the run folder)",
+        help="folder for downloads (default: ./ and the name of the run folder)",
     )
-    about = (
-        "join as an extra host even if the state transfer costs more time than faster steps save"
-    )
+    about = "join as an extra host even if the transfer costs more time than it saves"
     parser.add_argument("--anyway", action="store_true", help=about)
     add_overrides(parser, "override a key on this host, such as data.path; repeatable")
     add_log_level(parser)

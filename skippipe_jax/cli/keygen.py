@@ -11,8 +11,8 @@ from skippipe_jax.connections.keys import FILE_VARIABLE, SECRET_VARIABLE, make_s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Generate the secret with which the hosts of a run authenticate each other and encrypt "
-        "their messages. Any host with the secret can join the run."
+        "Generate the secret with which hosts of a run authenticate each other and encrypt "
+        "messages. Any host with the secret can join the run."
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="new file, readable only by you")
 

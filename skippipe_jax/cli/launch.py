@@ -39,24 +39,24 @@ to {LONGEST_PAUSE_S:g} s at most. A host is not restarted after code 0, 2, 130 o
 or SIGTERM to this command, or after the end of training. While another host is down, code 75 counts
 as a local error.
 
---restart=join is for hosts that cannot access run_dir: the host joins the live hosts, as with
-skippipe join, with a folder of its own beside run_dir.
+--restart=join is for hosts that cannot access run_dir: the host joins, as with skippipe join, with
+a folder of its own beside run_dir.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Start skippipe train N times on this machine, once for each host of a run, and print the "
-        "output of all hosts. If a host fails during startup, all are stopped. After that, with "
-        "cluster.runtime: independent, the run continues without hosts that a signal kills."
+        "Start all N hosts of a run on this machine. If a host fails during startup, all are "
+        "stopped. After that, with cluster.runtime: independent, the run continues without hosts "
+        "that a signal kills."
     )
     parser.epilog = EPILOG
     add_config_arguments(parser)
     parser.add_argument("--hosts", type=int, required=True, metavar="N", help="number of hosts")
-    about, choices = "how to restart a failed host, see below", (NEVER, RESUME, JOIN)
+    about, choices = "restarts of failed hosts, see below", (NEVER, RESUME, JOIN)
     parser.add_argument("--restart", choices=choices, default=NEVER, help=about)
-    about = "maximum number of restarts of a host after local errors"
+    about = "maximum restarts of a host after local errors"
     parser.add_argument("--max-restarts", type=int, default=MOST_FAULTS, metavar="N", help=about)
     about = "time for hosts to stop before they are killed"
     parser.add_argument("--kill-after", default="60s", metavar="TIME", help=about)

@@ -20,8 +20,8 @@ from skippipe_jax.config.sampling import DEFAULT_SLOTS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Run tasks of EleutherAI's lm-evaluation-harness on a model, on some of its stages, or on "
-        "a mixture of models."
+        "Run tasks of EleutherAI's lm-evaluation-harness on a model, some of its stages, or a "
+        "mixture."
     )
     add_language_model_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of --keep-fraction")
@@ -29,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", required=True, metavar="NAMES", help=about)
     about = "folder of task definitions, instead of the built-in tasks"
     parser.add_argument("--tasks-from", type=Path, metavar="DIR", help=about)
-    about = "number of examples before each question"
+    about = "examples before each question"
     parser.add_argument("--num-fewshot", type=int, metavar="N", help=about)
-    about = "maximum number of questions per task"
+    about = "maximum questions per task"
     parser.add_argument("--limit", type=int, metavar="N", help=about)
-    about = "number of sequences at a time; more are faster and need more memory"
+    about = "sequences at a time"
     parser.add_argument("--batch-size", type=int, default=DEFAULT_SLOTS, metavar="N", help=about)
     parser.add_argument("--json", action="store_true", help="print all results as one JSON object")
 

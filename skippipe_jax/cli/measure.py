@@ -21,16 +21,15 @@ EPILOG = """\
 Start the command on all hosts like skippipe train, with the same configuration; it uses the
 sections model, data and network. Keys that cannot be measured are read from plan.case or plan.file:
 locations, stages or stage_count, path_length or skip_ratio,
-microbatches or microbatches_per_data_node, rules, memory (maximum number of microbatches in flight
-on a node, or auto), and the number of nodes. Other keys are ignored.
+microbatches or microbatches_per_data_node, rules, memory, and the number of nodes.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Measure links between hosts, compute time of each stage on each node, and memory of "
-        "nodes, and write a case for skippipe plan."
+        "Measure links between hosts, compute time of each stage on each node, and memory, and "
+        "write a case."
     )
     parser.epilog = EPILOG
     add_config_arguments(parser, resumes=False)

@@ -66,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     about = "maximum tokens per sequence, with the prompt (default: the model's context)"
     parser.add_argument("--max-model-len", type=int, metavar="N", help=about)
-    about = "maximum number of sequences decoded at a time"
+    about = "maximum sequences decoded at a time"
     parser.add_argument("--max-num-seqs", type=int, default=DEFAULT_SLOTS, metavar="N", help=about)
-    about = "maximum number of waiting sequences; more are rejected"
+    about = "maximum waiting sequences; more are rejected"
     parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help=about)
     about = "time to finish answers after SIGTERM, in seconds"
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS", help=about)
@@ -81,16 +81,16 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="number of hosts; the first receives requests and holds the data stage. Without "
-        "--coordinator, all start on this machine",
+        help="number of hosts; the first receives requests. Without --coordinator, all start on "
+        "this machine",
     )
     several.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
         help="address of the first host; other hosts may join and leave at any time and need no "
-        "--run or --hf, as the first host sends the weights",
+        "--run or --hf",
     )
-    about = "0 for the first host, with --coordinator; other hosts need no id"
+    about = "0 for the first host; others need no id"
     several.add_argument("--host-id", type=int, metavar="I", help=about)
     about = "maximum stages per host, counting the data stage (default: as many as fit into memory)"
     several.add_argument("--max-stages", type=int, metavar="N", help=about)
@@ -99,15 +99,14 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--activation-dtype",
         choices=HOPS,
-        help="dtype of activations in transfers between hosts; int8 has one scale per group of "
-        "channels (default: as computed)",
+        help="dtype of activations between hosts; int8 has one scale per group of channels "
+        "(default: as computed)",
     )
     several.add_argument(
         "--when-stage-lost",
         choices=WHEN_LOST,
         default=WHEN_LOST[0],
-        help="policy for sequences while no host holds a stage: skip the stage, wait for it, or "
-        "fail",
+        help="what sequences do while no host holds a stage: skip it, wait for it, or fail",
     )
 
 

@@ -17,11 +17,9 @@ from skippipe_jax.cli.arguments import add_addresses, add_log_level, add_overrid
 
 EPILOG = """\
 This machine needs the secret of the run: --set cluster.secret=FILE, SKIPPIPE_SECRET_FILE or
-SKIPPIPE_SECRET. It does not become a host. A run on a single host does not listen and has no
-status.
+SKIPPIPE_SECRET. A run on a single host has no status.
 
-With http://HOST:PORT of a skippipe serve process as ADDRESS, show the status of the service: the
-stages of each host, failed hosts, lost stages, and the numbers of running and waiting sequences.
+With http://HOST:PORT of a skippipe serve process as ADDRESS, show the status of the service.
 """
 
 WATCH_S = "2s"
@@ -42,10 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=WATCH_S,
         metavar="TIME",
-        help=f"repeat at this interval, such as 5s, until Ctrl-C (without a value: {WATCH_S}); "
-        "place it after ADDRESS",
+        help=f"repeat at this interval (without a value: {WATCH_S}); place it after ADDRESS",
     )
-    about = "file with an API key of the service in the first line, if ADDRESS is a URL"
+    about = "file with an API key in the first line, if ADDRESS is a URL"
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=about)
     add_overrides(parser, "set a key of section cluster, such as cluster.secret; repeatable")
     add_log_level(parser)

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from skippipe_jax.data.tokenizer import Tokenizer
 
 EPILOG = """\
-DIR must be new; it appears when its content is complete. Held-out documents are chosen by a hash
-of the file name, or of the text of a row; of a single document, the end is held out. Train with
+DIR appears when its content is complete. Of a single document, the end is held out. Train with
 skippipe train --data DIR.
 """
 
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "format of the inputs (default: jsonl or parquet by file name, else text)"
     parser.add_argument("--source", choices=("text", "jsonl", "parquet", "chat"), help=about)
     parser.add_argument("--text-field", default="text", help="key or column of the text")
-    about = "date for chat templates that include the date, such as 2026-11-22"
+    about = "date for chat templates that write one, such as 2026-11-22"
     parser.add_argument("--today", metavar="DAY", help=about)
     about = "plain, chatml, llama3 or a Jinja file (default: the template of the tokenizer)"
     parser.add_argument("--chat-template", metavar="NAME", help=about)

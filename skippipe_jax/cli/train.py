@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 Under SLURM and on TPU pods, hosts are detected. Elsewhere, start one process for each host with
---coordinator, --hosts and --host-id, or set SKIPPIPE_COORDINATOR, SKIPPIPE_HOSTS and
-SKIPPIPE_HOST_ID; on one machine, skippipe launch does so.
+these options, or set SKIPPIPE_COORDINATOR, SKIPPIPE_HOSTS and SKIPPIPE_HOST_ID; on one machine,
+skippipe launch does so.
 """
 
 INTERRUPTED = "interrupted; the last checkpoint, if any, is kept"
@@ -37,22 +37,20 @@ INTERRUPTED = "interrupted; the last checkpoint, if any, is kept"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Train a LLaMA model in a pipeline in which each microbatch takes the path of the plan."
-    )
+    parser.description = "Train a LLaMA model in a pipeline, with the paths of a plan."
     parser.epilog = EPILOG
     add_config_arguments(parser)
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="training text: a file, folder or glob of text, conversations, other JSON lines or "
+        help="training text: a file, folder or glob of text, JSON lines (also conversations) or "
         "Parquet, or an output folder of skippipe tokenize; needs no --config",
     )
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help=f"model preset, {', '.join(PRESETS)}; or hf:DIR, a Hugging Face model folder with the "
-        "initial weights (default: as in the configuration, or tiny)",
+        help=f"model preset, {', '.join(PRESETS)}; or hf:DIR, a Hugging Face model folder to "
+        "start from (default: as in the configuration, or tiny)",
     )
     add_cluster_arguments(parser)
     add_log_level(parser)

@@ -21,35 +21,32 @@ class ClusterConfig(Section, name="cluster"):
     """Assignment of nodes to hosts, connections between hosts, and failure detection.
 
     Attributes:
-        host_of_node: id of the host that serves each node. null: the plan's nodes in order, evenly
-            distributed over the hosts.
+        host_of_node: host that serves each node. null: nodes in order, evenly distributed over the
+            hosts.
         runtime: `independent`: every host runs its own JAX, and hosts exchange arrays through
-            transfer servers. `distributed`: one JAX (`jax.distributed`) spans the devices of all
-            hosts. `auto` is `distributed` under SLURM, on TPU pods and with `--distributed`, else
-            `independent`.
-        heartbeat_timeout_s: seconds of silence after which a host counts as failed. In
-            `independent` mode, hosts reconnect after a third of it.
-        connect_timeout_s: seconds within which all hosts must connect at startup; also the longest
-            that a host that has finished waits for the others to finish.
-        rejoin_s: in `independent` mode, seconds that hosts without a majority wait for the others,
-            or a host that asks to rejoin waits for admission. Then they exit with code 75.
-        grace_s: in `independent` mode, seconds that a host has after SIGTERM to hand over the state
-            that only it holds, before it exits. A graceful leave takes up to two steps.
-        bind_address: IP address of this host on which the run listens. Hosts share the
-            configuration, so set each host's own address in the environment variable
-            SKIPPIPE_BIND_ADDRESS, which takes precedence. null: the address over which this host
-            and host 0 reach each other.
+            transfer servers. `distributed`: one JAX (`jax.distributed`) spans all hosts. `auto`:
+            `distributed` under SLURM, on TPU pods and with `--distributed`, else `independent`.
+        heartbeat_timeout_s: seconds of silence until a host counts as failed. In `independent`
+            mode, hosts reconnect after a third of it.
+        connect_timeout_s: seconds for all hosts to connect at startup; also the longest that a
+            finished host waits for the others.
+        rejoin_s: in `independent` mode, seconds that hosts wait for a majority, or for admission
+            when they rejoin, before they exit with code 75.
+        grace_s: in `independent` mode, seconds after SIGTERM for handing over state that only this
+            host holds. A graceful leave takes up to two steps.
+        bind_address: IP address on which this host listens. Hosts share the configuration, so set
+            each host's own in the environment variable SKIPPIPE_BIND_ADDRESS, which takes
+            precedence. null: the address that connects it with host 0.
         transfer_port: base port p. Of N hosts, host i listens on port p + iN + j for transfers to
-            host j and, except host 0, on p + iN + i for messages. Host k of `join.places`, k >= N,
-            uses the ports p + kk to p + kk + 2k, and so do the others for it. The arrays themselves
-            use free ports, which cannot be chosen. null: all ports are free ones.
-        secret: path of the file with the run's secret, which `skippipe keygen FILE` creates and
-            every host needs. Hosts use it to authenticate each other and to encrypt their messages.
-            The environment variable SKIPPIPE_SECRET_FILE, a path, takes precedence over this key,
-            and SKIPPIPE_SECRET, the secret itself, over both. null: hosts use loopback addresses
-            only.
-        insecure: allow hosts without a secret to use other addresses, with a warning: anyone who
-            can reach them can join the run. A secret in the environment takes precedence.
+            host j and, except host 0, on p + iN + i for messages. For host k >= N of `join.places`,
+            all use the ports p + kk to p + kk + 2k. Arrays themselves always use free ports. null:
+            all ports are free ones.
+        secret: file with the run's secret, from `skippipe keygen FILE`, which every host needs. It
+            authenticates hosts and encrypts their messages. The environment variable
+            SKIPPIPE_SECRET_FILE, a path, takes precedence, and SKIPPIPE_SECRET, the secret itself,
+            over both. null: loopback addresses only.
+        insecure: allow other than loopback addresses without a secret: anyone who can reach them
+            can join the run. A secret in the environment takes precedence.
         insecure_transfers: allow hosts with a secret to listen on public addresses. Transfers are
             not encrypted: set this only where a tunnel or a firewall protects these addresses.
     """
@@ -122,11 +119,10 @@ class JoinConfig(Section, name="join"):
     """Admission of hosts to a run in `independent` mode.
 
     Attributes:
-        places: maximum number of hosts beyond those of the start; each serves a replica of a stage.
-            They cost nothing while unused.
-        horizon: seconds within which shorter steps must save more time than the run stalls for the
-            transfer of the stage's state. Otherwise the host does not join, unless a single host
-            serves the stage.
+        places: maximum number of additional hosts; each serves a replica of a stage.
+        horizon: seconds in which shorter steps must save more time than the transfer of the stage's
+            state stalls the run. Otherwise the host does not join, unless a single host serves the
+            stage.
     """
 
     places: Annotated[int, Whole(0, MAX_EXTRA_HOSTS)] = 4
@@ -146,17 +142,15 @@ class RecoveryConfig(Section, name="recovery"):
     ones immediately.
 
     Attributes:
-        lost_stage: policy for a stage without a remaining replica. `rewind`: all stages return to
-            the last checkpoint. `buddy`: the lost stage continues from its buddy checkpoint, an
-            older copy on a host of another stage. `average`: it becomes the mean of the stages
-            before and after it, weighted by the norms of their gradients. `skip`: paths bypass it
-            until a host serves it again, from the last checkpoint. `stop`: the run ends. Only
-            `rewind` is exact. It replaces `buddy` if the copy is lost too; `average` for the first
-            stage, the last stage, and a stage whose number of blocks differs from its neighbors';
-            `skip` for the first stage, and before the first checkpoint. With `averaging.mode:
-            outer` only `rewind` and `stop` are allowed.
-        buddy_every: with `buddy`, copy the states every N steps, in equal parts over the next N
-            steps.
+        lost_stage: policy for a stage without replica. `rewind`: all stages return to the last
+            checkpoint. `buddy`: the stage continues from an older copy on a host of another stage.
+            `average`: it becomes the mean of its neighbors, weighted by their gradient norms.
+            `skip`: paths bypass it until a host serves it again, from the last checkpoint. `stop`:
+            the run ends. Only `rewind` is exact. It replaces `buddy` if the copy is lost too;
+            `average` for the first stage, the last stage, and a stage whose number of blocks
+            differs from its neighbors'; `skip` for the first stage, and before the first
+            checkpoint. With `averaging.mode: outer` only `rewind` and `stop` are allowed.
+        buddy_every: with `buddy`, copy the states every N steps, spread over the next N.
     """
 
     lost_stage: Annotated[str, LOST_STAGE] = REWIND
@@ -167,17 +161,15 @@ class RecoveryConfig(Section, name="recovery"):
 class ReplanConfig(Section, name="replan"):
     """Replanning of a run in `independent` mode after its hosts have changed.
 
-    The run continues immediately with a repair plan. In the background, one host searches for a
-    better plan, which takes effect between two steps and may move stages to other nodes.
+    The run continues with a repair plan, while one host searches for a better one, which may move
+    stages to other nodes.
 
     Attributes:
-        budget_s: time limit of a search in seconds, without its compilation, which each
-            machine does once. 0: never search.
+        budget_s: time limit of a search in seconds, without compilation. 0: never search.
         gain: accept a plan only if it shortens the step by more than this fraction, and saves more
-            time in the rest of the run than moving the states takes.
+            time in the rest of the run than moving states takes.
         drift: also search if the median time of a few steps differs from the plan's by more than
-            this fraction; the search then uses the measured computation times of the nodes. null:
-            never.
+            this fraction, with measured computation times. null: never.
     """
 
     budget_s: NonNegative = DEFAULT_BUDGET_S

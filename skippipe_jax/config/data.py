@@ -175,9 +175,9 @@ class MixtureConfig:
         source: as `data.source`.
         path: as `data.path`.
         text_field: as `data.text_field`.
-        weight: share of all sequences, relative to the other sources.
-        name: name of the domain in evaluation. null: the last part of the path that is not a
-            pattern, or else the kind, with a number if the name is taken.
+        weight: share of the sequences, relative to other sources.
+        name: name of the domain. null: the last part of the path that is not a pattern, or else the
+            kind, with a number if taken.
     """
 
     source: Annotated[str, SOURCES] = "text"
@@ -192,37 +192,31 @@ class DataConfig(Section, name="data"):
     """Text to train on, and how it is split into sequences.
 
     Attributes:
-        source: kind of source. ``text``: plain text, a document per file; ``jsonl`` or ``parquet``:
-            a document per line or row, in `text_field`; ``chat``: a conversation per line of JSON,
-            of which the assistant's messages are trained on; ``tokens``: a folder written by
-            `skippipe tokenize`; ``python``: the standard library of the running Python;
-            ``mixture``: the sources in `mixture`.
-        path: a file, a folder whose files (except hidden ones) are read, or a glob. Except for
-            ``tokens`` it may be a URL that fsspec supports.
-        text_field: for ``jsonl`` and ``parquet``, key or column of the text.
-        mixture: sources with weights. Each source has its own epochs, in which each of its
-            sequences occurs once.
-        tokenizer: ``bytes``, or the path of a tokenizer.json or of its folder. null: the tokenizer
-            of the ``tokens``, or else ``bytes``.
-        chat_template: for conversations, the template that replaces the tokenizer's: the path of a
-            Jinja file; ``chatml`` or ``llama3``, whose tokens the tokenizer must have; or
-            ``plain``, which needs only the tokenizer's begin and end tokens. The run saves it with
-            its tokenizer.
-        today: for conversations, the current date in chat templates that write it, such as
-            2026-11-22, also when the run is resumed or evaluated. null: templates get no date, and
-            some write a fixed one.
-        packing: ``windows``: documents are concatenated and split into sequences; ``documents``:
-            sequences are filled with whole documents, and attention stays within a document.
-        too_long: with ``packing: documents``, treatment of documents longer than a sequence.
-            ``split``: cut them into pieces, and attention stays within a piece; ``truncate``: keep
-            the first `sequence_length` tokens; ``drop``: leave them out. null: drop conversations,
-            and split all other documents.
-        sequence_length: tokens in a sequence, each of which predicts the next one.
+        source: ``text``: a document per file; ``jsonl`` or ``parquet``: a document per line or row,
+            in `text_field`; ``chat``: a conversation per line of JSON, trained on the assistant's
+            messages; ``tokens``: a folder written by `skippipe tokenize`; ``python``: Python's
+            standard library; ``mixture``: the sources in `mixture`.
+        path: a file, a folder (without its hidden files) or a glob. Except for ``tokens`` also a
+            URL that fsspec supports.
+        text_field: key of ``jsonl`` or column of ``parquet`` with the text.
+        mixture: weighted sources, each with its own epochs.
+        tokenizer: ``bytes``, or the path of a tokenizer.json or its folder. null: that of the
+            ``tokens``, or else ``bytes``.
+        chat_template: template for conversations, instead of the tokenizer's: the path of a Jinja
+            file; ``chatml`` or ``llama3``, whose tokens the tokenizer must have; or ``plain``,
+            which needs only its begin and end tokens. The run saves it.
+        today: date in chat templates that write one, such as 2026-11-22, also in a resume or an
+            evaluation. null: templates get no date, and some write a fixed one.
+        packing: ``windows``: documents are concatenated and cut into sequences; ``documents``:
+            sequences are filled with whole documents, and attention stays within each.
+        too_long: with ``packing: documents``, treatment of documents longer than a sequence:
+            ``split`` into pieces, within which attention stays; ``truncate`` to `sequence_length`
+            tokens; or ``drop``. null: drop conversations, split others.
+        sequence_length: tokens in a sequence.
         microbatch_size: sequences in a microbatch.
-        held_out: fraction of the documents, between 0 and 1, that is held out for evaluation; of a
-            single document, the fraction at its end. For ``tokens`` it was fixed by `skippipe
-            tokenize`.
-        shuffle_seed: seed of the order of training and of the choice of held-out documents.
+        held_out: fraction of the documents for evaluation; of a single document, the fraction at
+            its end. For ``tokens``, `skippipe tokenize` has fixed it.
+        shuffle_seed: seed of the order of training and of the held-out documents.
     """
 
     source: Annotated[str, Choice((*SOURCES, "mixture"))] = "python"

@@ -83,16 +83,14 @@ class NodeConfig(Section, name="node"):
     when they run out.
 
     Attributes:
-        fsdp: number of devices over which every array of a stage, its gradients and the optimizer's
-            state are sharded along the width. Each computes some sequences of a microbatch or, if
-            there are not enough, some tokens. null: all devices that the host has for each of its
-            nodes.
-        tensor: number of devices that share the attention heads, the feed-forward layer and the
-            vocabulary and, between blocks, the tokens.
-        gather: when weights sharded by `fsdp` are gathered: once an `iteration`, until whose end
-            each device holds them whole; or layer by layer for every `microbatch`. `auto`: once an
-            iteration if the `memory_bytes` of the node's devices in the case allow it or are not
-            set.
+        fsdp: devices over which arrays, gradients and optimizer state of a stage are sharded along
+            the width. Each computes some sequences of a microbatch or, if there are too few, some
+            tokens. null: all devices that the host has for each node.
+        tensor: devices that share attention heads, feed-forward layer and vocabulary and, between
+            blocks, the tokens.
+        gather: gather weights sharded by `fsdp` once an `iteration`, until whose end each device
+            holds them whole; or layer by layer for every `microbatch`. `auto`: once an iteration if
+            the case's `memory_bytes` allow it or are not set.
     """
 
     SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"fsdp": None}}
@@ -139,27 +137,23 @@ class NetworkConfig(Section, name="network"):
     `network: emulate` is short for `network: {mode: emulate}`.
 
     Attributes:
-        mode: `real`, or `emulate`: every hop is delayed by the case's latency, bandwidth and
-            overhead, hops on one directed link follow one another, and averaging takes the seconds
-            that the case predicts.
-        emulate_compute: with `emulate`, every operation takes at least the case's seconds.
-        jitter: with `emulate`, each operation, hop and averaging takes 1 + x times as long, where x
-            is exponential with this mean, drawn for each step from the seed.
-        averaging: `collective` sums a stage's gradients over its replicas by a collective of JAX;
-            `ring` sends them around a ring in chunks. `auto` uses the ring in `independent` mode
-            (`cluster.runtime`), and where a link between hosts has less than 1 GiB/s in the case.
-            With `averaging.mode: outer` this key applies to the first, exact steps only.
-        activation_dtype: type in which activations are sent between nodes. `bfloat16` takes half
-            the bytes of `float32`, `int8` about a quarter, with one scale for 128 channels of a
-            token. null: the type in which they are computed.
-        gradient_dtype: type in which the gradients of activations are sent. null: as activations.
-        gradient_rounding: rounding of gradients to `int8`: `nearest`, or `stochastic`, which keeps
-            the mean exact.
-        averaging_dtype: `bfloat16` rounds gradients, and their partial sums, in each step of the
-            ring, except between replicas that share a device. With `averaging.mode: outer` this key
-            applies to the first, exact steps only. null: no rounding.
-        deadline_s: seconds that a host waits for any transfer from another host before the run
-            ends.
+        mode: `emulate`: every hop is delayed by the case's latency, bandwidth and overhead, hops on
+            one directed link follow one another, and averaging takes the predicted seconds.
+        emulate_compute: with `emulate`, operations take at least the case's seconds.
+        jitter: with `emulate`, operations, hops and averaging take 1 + x times as long, x being
+            exponential with this mean, drawn for each step from the seed.
+        averaging: sum a stage's gradients by a JAX `collective`, or in chunks around a `ring`.
+            `auto`: the ring in `independent` mode (`cluster.runtime`), and where a link between
+            hosts has less than 1 GiB/s. With `averaging.mode: outer`, for the first, exact steps
+            only.
+        activation_dtype: type of activations in transfers. `int8` has one scale for 128 channels of
+            a token. null: as computed.
+        gradient_dtype: type of gradients of activations in transfers. null: as activations.
+        gradient_rounding: rounding of gradients to `int8`; `stochastic` keeps the mean exact.
+        averaging_dtype: `bfloat16` rounds gradients and partial sums in each step of the ring,
+            except between replicas that share a device. With `averaging.mode: outer`, for the
+            first, exact steps only. null: no rounding.
+        deadline_s: seconds to wait for a transfer from another host before the run ends.
     """
 
     SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {mode: {"mode": mode} for mode in MODES}

@@ -127,11 +127,11 @@ class RopeScaling(Section, name="model.rope_scaling"):
     """Llama 3's scaling of rotary wavelengths to contexts longer than in pretraining.
 
     Attributes:
-        factor: factor by which long wavelengths are multiplied.
+        factor: multiplier of long wavelengths.
         low_frequency_factor: wavelengths above `original_context` divided by this are long.
-        high_frequency_factor: wavelengths below `original_context` divided by this are short and
-            stay unchanged; those in between are interpolated smoothly.
-        original_context: context length of the pretraining, in tokens.
+        high_frequency_factor: wavelengths below `original_context` divided by this stay unchanged;
+            those in between are interpolated.
+        original_context: context length of the pretraining.
     """
 
     factor: Positive = 8.0
@@ -166,36 +166,34 @@ class ModelConfig(Section, name="model"):
     """Shape and numerics of the model.
 
     Attributes:
-        preset: name of a set of shapes. It fills in each shape that neither this section nor
-            `init_from` sets. null: none.
-        vocabulary_size: number of tokens in the vocabulary; by default that of the tokenizer.
+        preset: set of shapes, for those that neither this section nor `init_from` sets. null: none.
+        vocabulary_size: tokens in the vocabulary; by default that of the tokenizer.
         width: width of the residual stream.
         layers: number of transformer blocks.
-        heads: number of attention heads, each of width `width / heads`.
-        kv_heads: number of key and value heads; each serves `heads / kv_heads` query heads.
+        heads: attention heads, each of width `width / heads`.
+        kv_heads: key and value heads; each serves `heads / kv_heads` query heads.
         ffn_width: inner width of the feed-forward layer.
-        context: length of the longest sequence, in tokens.
+        context: maximum sequence length, in tokens.
         rope_theta: base of the rotary wavelengths.
         rope_scaling: Llama 3's scaling of the wavelengths. null: none.
         tied_head: use the embedding as the head.
-        norm_epsilon: constant added to mean squares before the square root.
-        initial_deviation: standard deviation of the normal distribution from which matrices and
-            embedding are initialized. null: one over the square root of the width.
-        stage_layers: number of blocks of each stage. null: distributed evenly.
-        parameter_dtype: type of the parameters. Training rounds bfloat16 stochastically, so that
-            small updates add up.
+        norm_epsilon: constant added to mean squares.
+        initial_deviation: standard deviation of initial matrices and embedding. null: 1 /
+            sqrt(width).
+        stage_layers: blocks of each stage. null: distributed evenly.
+        parameter_dtype: type of the parameters. bfloat16 is rounded stochastically, so that small
+            updates add up.
         compute_dtype: type of activations and their gradients.
         matmul_precision: precision of matrix products, in JAX's names: `default` is the device's
-            fastest, often fewer bits than float32.
+            fastest, often below float32.
         recompute: what the backward pass recomputes (activation checkpointing): `none`; `block`,
-            each block from its input; `stage`, the whole stage from its input. The other values
-            also save results of each block: `save_only_attention` the outputs of attention,
-            `dots_with_no_batch_dims_saveable` the products with weight matrices,
-            `offload_dot_with_no_batch_dims` these products in host memory.
-        attention: `xla` holds all scores of a sequence at once; `blockwise` computes them block by
-            block; `cudnn` is the fused kernel of NVIDIA GPUs, `splash` that of TPUs. `auto`: `xla`
-            for sequences of up to 256 tokens, else the kernel of the device if the shapes fit it,
-            else `blockwise`.
+            each block from its input; `stage`, the whole stage from its input. Others also save, of
+            each block: `save_only_attention` the outputs of attention,
+            `dots_with_no_batch_dims_saveable` the products with weights,
+            `offload_dot_with_no_batch_dims` these in host memory.
+        attention: `xla` holds all scores at once; `blockwise` computes them block by block; `cudnn`
+            is the fused kernel of NVIDIA GPUs, `splash` that of TPUs. `auto`: `xla` for up to 256
+            tokens, else the device's kernel if the shapes fit, else `blockwise`.
     """
 
     preset: Annotated[str, Choice(PRESETS)] | None = None

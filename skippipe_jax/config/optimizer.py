@@ -36,23 +36,22 @@ Decay = Annotated[float, Real(end=1.0)]
 class AveragingConfig(Section, name="averaging"):
     """Averaging of a stage's replicas: `exact` gradients or `outer` mode.
 
-    All keys except `mode` apply to `outer` only. The page on training has its formulas.
+    All keys except `mode` apply to `outer` only.
 
     Attributes:
-        mode: `exact`: gradients are averaged within every step, and replicas never differ. `outer`:
-            each replica takes local steps, and their outer gradients are averaged in the background
-            (streaming DiLoCo). The trained model differs from that of `exact`.
-        every: number of steps in which all parameters are averaged once.
-        fragments: number of parts that are averaged one by one, spread over these steps. Every
-            stage needs at least this number of blocks.
-        delay: number of steps between sending a fragment and applying its average, both at the end
-            of a step. 0: the next step begins after the average is applied.
-        dtype: type in which outer gradients are sent; `int8` has one scale for 128 numbers. The
+        mode: `exact`: gradients are averaged in every step. `outer`: replicas take local steps, and
+            their outer gradients are averaged in the background (streaming DiLoCo), which changes
+            the trained model.
+        every: steps in which all parameters are averaged once.
+        fragments: parts that are averaged one by one in these steps. Every stage needs at least as
+            many blocks.
+        delay: steps between sending a fragment and applying its average. 0: the next step begins
+            after that.
+        dtype: type of outer gradients in transfers; `int8` has one scale for 128 numbers. The
             rounding error is added to the next outer gradient.
-        rate: learning rate of the outer optimizer, which is SGD with Nesterov momentum on the mean
-            outer gradient.
+        rate: learning rate of the outer optimizer, SGD with Nesterov momentum.
         momentum: momentum of the outer optimizer.
-        exact_steps: number of steps at the beginning that run in `exact` mode.
+        exact_steps: number of first steps in `exact` mode.
     """
 
     mode: Annotated[str, Choice(MODES)] = EXACT.mode
@@ -149,36 +148,32 @@ class OptimizerConfig(Section, name="optimizer"):
     """Update rule, learning rate schedule, and limits on gradients.
 
     Attributes:
-        name: `adamw`, or `muon`: matrices of blocks are updated by their orthogonalized momentum,
-            all other parameters by AdamW. With `muon`, replicas of a stage on devices of different
-            kinds drift apart.
+        name: `muon` updates matrices of blocks by their orthogonalized momentum, all else by AdamW;
+            replicas of a stage on different kinds of devices then drift apart.
         learning_rate: peak learning rate.
-        schedule: `cosine` decays from the end of the warmup. `warmup-stable-decay` stays at the
-            peak and decays in the last part only.
-        warmup_steps: number of steps until the peak learning rate.
-        decay_steps: number of steps until the lowest learning rate. null: the steps of the run.
+        schedule: `cosine` decays after the warmup. `warmup-stable-decay` decays in the last part
+            only.
+        warmup_steps: steps until the peak learning rate.
+        decay_steps: steps until the lowest learning rate. null: `train.steps`.
         decay_fraction: fraction of `decay_steps` over which `warmup-stable-decay` decays.
-        decay_shape: shape of that decay: `linear`, or `1-sqrt` (one minus the square root of the
-            elapsed fraction).
+        decay_shape: shape of that decay; `1-sqrt`: one minus the square root of the elapsed
+            fraction.
         final_ratio: lowest learning rate as a fraction of the peak.
-        muon_momentum: decay of the mean of gradients for matrices that `muon` updates.
+        muon_momentum: momentum of matrices that `muon` updates.
         beta1: decay of the mean of gradients.
         beta2: decay of the mean of squared gradients.
-        epsilon: constant added to the square root of the mean of squared gradients.
-        weight_decay: weight decay of matrices. Norm scales and biases never decay.
-        decay_embeddings: apply weight decay to the embedding, and to a head tied to it.
-        decay_head: apply weight decay to the head.
-        moment_dtype: type of both moments. bfloat16 is rounded stochastically, so that small
-            changes add up.
-        state_memory: memory that holds the moments between updates: `device` or `host`.
-        clip_norm: maximum norm of the gradients over all stages; larger gradients are scaled down.
-            null: no clipping.
-        skip_above_norm: skip an update whose gradient norm, before clipping, exceeds this value or
-            is not finite; parameters, moments and the schedule then stay as they are. null: the run
-            ends if the loss or a gradient is not finite.
-        z_loss: coefficient of the mean of log(Z)^2 over all target tokens, where Z is the
-            normalizer of the softmax. The term keeps logits small; it is reported apart from the
-            loss.
+        epsilon: constant added to the root of the mean of squared gradients.
+        weight_decay: weight decay of matrices; not of norm scales and biases.
+        decay_embeddings: decay the embedding, and a head tied to it.
+        decay_head: decay the head.
+        moment_dtype: type of both moments; bfloat16 is rounded stochastically.
+        state_memory: memory that holds the moments between updates.
+        clip_norm: maximum norm of the gradients over all stages. null: no clipping.
+        skip_above_norm: skip an update whose gradient norm, before clipping, exceeds this or is not
+            finite: parameters, moments and schedule stay. null: a loss or gradient that is not
+            finite ends the run.
+        z_loss: coefficient of the mean of log(Z)^2 over target tokens, Z being the softmax's
+            normalizer. It keeps logits small, and is reported apart from the loss.
     """
 
     name: Annotated[str, Choice((ADAMW, MUON))] = ADAMW

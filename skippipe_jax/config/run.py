@@ -47,11 +47,11 @@ class CheckpointConfig(Section, name="checkpoint"):
 
     Attributes:
         every: save a checkpoint every N steps.
-        keep: keep the last N checkpoints. Use 2 or more where hosts may fail.
-        keep_every: keep the checkpoint of every N-th step permanently. null: none.
-        copy_to: URL of a folder (``gs://``, ``s3://``, ``file://`` or any other that fsspec
-            supports) to which checkpoints and the run's files are copied in the background. If the
-            run directory is lost, the run resumes from this copy.
+        keep: keep the last N checkpoints. Use 2 or more if hosts may fail.
+        keep_every: keep every N-th step's checkpoint permanently. null: none.
+        copy_to: URL of a folder (``gs://``, ``s3://``, ``file://``, others of fsspec) for
+            background copies of checkpoints and the run's files. If the run directory is lost, the
+            run resumes from it.
     """
 
     every: Count = 50
@@ -75,16 +75,15 @@ class PlanConfig(Section, name="plan"):
 
     Attributes:
         file: path of a plan (JSON).
-        case: a case: the path of a YAML file, or the case itself, whose link table then lies beside
-            the config file. If the case omits `activation_bytes`, `stage_bytes` or `averaging`, or
-            sets them to `auto`, they follow from the configuration; `memory: auto` follows from
-            `memory_bytes` as well.
+        case: a case: the path of a YAML file, or the case itself, whose link table lies beside the
+            config file. If omitted or `auto`, `activation_bytes`, `stage_bytes` and `averaging`
+            follow from the configuration; `memory: auto` follows from `memory_bytes`, too.
         measure: measure links, computation times, sizes and memory at startup and plan for them.
-            `case`, or the case of the plan in `file`, then supplies only what cannot be measured:
-            names of locations, stages, path lengths, microbatches and rules.
+            The case, or that of `file`, then supplies only locations, stages, path lengths,
+            microbatches and rules.
         method: planning method.
         seed: seed of the search.
-        budget_s: time limit of the search for one plan, in seconds.
+        budget_s: time limit of a search, in seconds.
     """
 
     SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"measure": True}}
@@ -115,15 +114,14 @@ class Phase:
     """Part of training with its own paths, which lasts until the next phase begins.
 
     Attributes:
-        from_step: the phase begins after this number of steps.
-        path_length: number of stages that each path visits. null: as in the plan's case.
-        path_share: fraction of all stages that each path visits, rounded up. Replaces
-            `path_length`.
-        max_swaps: maximum number of swaps in a path. null: as in the plan's case.
-        from_share: fraction of the learning rate schedule (`optimizer.decay_steps`, or else
-            `train.steps`) after which the phase begins. Replaces `from_step`.
-        skipping: fraction of the phase's steps that use its paths. In the other steps, spread
-            evenly, all microbatches visit all stages in order.
+        from_step: number of steps before the phase.
+        path_length: number of stages of a path. null: as in the case.
+        path_share: fraction of all stages that a path visits, rounded up; replaces `path_length`.
+        max_swaps: maximum number of swaps in a path. null: as in the case.
+        from_share: fraction of `optimizer.decay_steps`, or else of `train.steps`, before the phase;
+            replaces `from_step`.
+        skipping: fraction of the phase's steps that use its paths. In the others, spread evenly,
+            all microbatches visit all stages in order.
     """
 
     from_step: Annotated[int, Whole(0)] = 0
@@ -159,17 +157,16 @@ class RecipeConfig(Section, name="recipe"):
     """Schedule of path changes during a run.
 
     Attributes:
-        preset: phases that have been measured. With `quality`, all microbatches visit all stages in
-            the last 60% of training: best for the full model. With `robust`, every second step of
-            that part uses paths that visit half of the stages: best for inference with missing
-            stages.
+        preset: measured phases. `quality`: all microbatches visit all stages in the last 60% of
+            training; best for the full model. `robust`: every second step of that part uses paths
+            of half of the stages; best for inference with missing stages.
         full_every: in every N-th step, all microbatches visit all stages in order. null: never.
-        phases: parts of training with their own paths. Before the first phase, and with null, the
-            run uses the plan's paths.
-        redraw_every: switch to the next of the redrawn plans every N steps. null: never.
-        redraws: number of plans that are searched for each phase, each with another seed.
-        longest_redraw: drop redrawn plans whose step time exceeds this multiple of the best one's.
-            null: keep all.
+        phases: parts of training with their own paths. Before the first one, and with null: the
+            plan's paths.
+        redraw_every: switch to the next redrawn plan every N steps. null: never.
+        redraws: number of plans for each phase, each with another seed.
+        longest_redraw: drop redrawn plans whose step takes longer than this multiple of the best
+            one's. null: keep all.
     """
 
     preset: Annotated[str, Choice(PRESETS)] | None = None
@@ -277,9 +274,9 @@ class TrainConfig(Section, name="train"):
     """Length of training, and the port for metrics.
 
     Attributes:
-        steps: total number of steps, including those before a resume.
-        metrics_port: host I serves its metrics for Prometheus at port metrics_port + I, on the
-            address on which it listens for the other hosts. null: no metrics are served.
+        steps: total number of steps, with those before a resume.
+        metrics_port: host I serves Prometheus metrics at port metrics_port + I, on the address on
+            which it listens for other hosts. null: none.
     """
 
     steps: Count = 100
@@ -292,9 +289,9 @@ class LogConfig(Section, name="log"):
 
     Attributes:
         tensorboard: write event files to RUN/tensorboard.
-        wandb: project on Weights & Biases to which the run is logged. null: none.
-        profile_steps: steps, counted from 1, of which JAX's profiler writes traces to RUN/profile,
-            with the names of stages and microbatches. null: none.
+        wandb: project on Weights & Biases. null: none.
+        profile_steps: steps, counted from 1, of which JAX's profiler writes traces to RUN/profile.
+            null: none.
     """
 
     tensorboard: bool = False
@@ -315,10 +312,10 @@ class ValidationConfig(Section, name="validation"):
 
     Attributes:
         every: validate every N steps and after the last step. null: never.
-        sequences: number of held-out sequences, rounded up to whole microbatches; all of them if
-            there are fewer.
-        patience: end the run after this number of validations in a row without a new lowest loss.
-            null: train all steps.
+        sequences: number of held-out sequences, rounded up to whole microbatches; all if there are
+            fewer.
+        patience: end the run after this number of validations in a row without improvement. null:
+            train all steps.
     """
 
     every: Count | None = None
@@ -338,18 +335,16 @@ class Config(Section, name=""):
     """All settings of a run. Relative paths start at the current directory.
 
     Attributes:
-        run_dir: run directory, to which the run writes its files.
+        run_dir: folder for the files of the run.
         seed: seed of the initial parameters.
-        init_from: source of the initial parameters, the tokenizer and the shapes in `model`:
-            `hf:DIR`, a Hugging Face folder; `run:DIR@STEP`, a checkpoint of another run; `run:DIR`,
-            its newest checkpoint. These shapes take precedence over a preset; only a shorter
-            context may be set. null: initialize from the seed.
+        init_from: initial parameters, tokenizer and shapes of `model`: `hf:DIR`, a Hugging Face
+            folder; `run:DIR@STEP`, a checkpoint of another run; `run:DIR`, its newest one. Of the
+            shapes, only a shorter context may be set beside it. null: initialize from the seed.
         execution: `strict`: every node keeps to the plan's order, and repeated runs are bitwise
-            equal. `ready-first`: of the operations whose inputs have arrived, a node runs the
-            earliest in the plan's order; sums are then rounded in the order of arrival.
-        trace: `never`, or `every N`: record the timeline of every N-th step in the run directory
-            and plot it beside the predicted one.
-        compilation_cache: folder of XLA's compiled programs, shared between runs. null: no cache.
+            equal. `ready-first`: a node runs the earliest operation whose inputs have arrived; sums
+            are rounded in the order of arrival.
+        trace: `never`, or `every N`: record and plot the timeline of every N-th step.
+        compilation_cache: folder of compiled programs, shared between runs. null: no cache.
         model: shape and numerics of the model.
         plan: source of the plan, which assigns nodes to stages and paths to microbatches.
         recipe: several plans in one run.

@@ -63,9 +63,8 @@ class SeedsConfig(Section, name="seeds"):
 
     Attributes:
         steps: training steps of each seed.
-        run: sections that differ from the top-level `run`, as in a configuration.
-        init_from: existing models to use instead of a trained seed, by size, as `init_from` of a
-            run.
+        run: sections that differ from the top-level `run`.
+        init_from: existing models to use as seeds, by size, as `init_from` of a run.
     """
 
     steps: Count = 300
@@ -81,7 +80,7 @@ class ProbeConfig(Section, name="probe"):
 
     Attributes:
         size: size of the seed. null: the middle one of `sizes`.
-        steps: number of training steps, with the settings of experts.
+        steps: training steps, with the settings of experts.
     """
 
     size: str | None = None
@@ -93,14 +92,14 @@ class ArmConfig:
     """One variant of the experts, or one model to compare with.
 
     Attributes:
-        size: size of all experts of the arm, or a size for each lane.
-        steps: training steps of every expert, or for each lane; for a `dense` or `scratch` model,
-            its total, without those of the seed.
-        by_difficulty: make the steps of an expert proportional to how hard its domain is by the
-            probe; `steps` is their mean.
+        size: size of all experts, or for each lane.
+        steps: training steps of every expert, or for each lane; of a `dense` or `scratch` model,
+            its total, without the seed's.
+        by_difficulty: make steps proportional to how hard the domain is by the probe; `steps` is
+            their mean.
         lanes: lanes of this arm. null: the top-level `lanes`.
-        begins: by domain, the domain whose expert its expert starts from, or `seed`. By default it
-            starts from the previous one in its lane, the first from the seed.
+        begins: by domain, the domain whose expert its expert starts from, or `seed`. By default the
+            previous one in its lane, or the seed.
         kind: `experts`; `dense`: one model on all domains, continued from the seed; `scratch`: one
             trained from scratch; `averaged`: the mean of the parameters of the experts of the arm
             `of`.
@@ -121,9 +120,8 @@ class EvaluationConfig(Section, name="evaluation"):
     """Amount of held-out text, and the mixing of experts.
 
     Attributes:
-        sequences: maximum number of sequences of each domain for perplexities.
-        prior_sequences: maximum number of sequences of each domain for estimating a cached prior,
-            of other documents than `sequences`.
+        sequences: maximum sequences of each domain for perplexities.
+        prior_sequences: maximum sequences of each domain for a cached prior, of other documents.
         decay: decay of the prior, which forgets older sequences.
         batch_size: sequences in a batch.
     """
@@ -141,7 +139,7 @@ class NodesConfig(Section, name="nodes"):
     Attributes:
         case: case of all nodes, as a mapping or the path of a YAML file; its times are those of the
             probe's size.
-        budget_s: time limit in seconds of the search for the division of an arm.
+        budget_s: time limit in seconds of the search for a division.
     """
 
     case: str | dict = ""
@@ -161,11 +159,10 @@ class ExpertsConfig(Section, name=""):
     Attributes:
         folder: output folder, for runs, scores, results.json and results.svg.
         seed: seed of the initial parameters and of random lanes.
-        prepare: Python module that writes text; it is called once, first, with the folder
-            FOLDER/text.
+        prepare: Python module that writes text; it is called once, with the folder FOLDER/text.
         at_once: number of runs that train in parallel, each on its share of the CPU cores.
         run: settings of all runs, as in a configuration of `train`.
-        domains: source of the text of each domain; each needs a `name`.
+        domains: text of each domain; each needs a `name`.
         outside: domains that are not trained on, for evaluation only.
         sizes: by name of the size, the settings of the section `model` that differ.
         seeds: seed models, from which experts branch.
@@ -175,8 +172,8 @@ class ExpertsConfig(Section, name=""):
         probe: measurement of how hard domains are.
         arms: variants to compare, by name; the first is the reference.
         evaluation: amount of held-out text, and the mixing of experts.
-        nodes: nodes that the lanes of an arm share, each node a host. null: experts train by the
-            plan in `run`, as seeds do, in one process.
+        nodes: nodes that the lanes of an arm share, each a host. null: experts train by the plan in
+            `run`, in one process.
     """
 
     folder: str = "runs/experts"

@@ -12,9 +12,9 @@ from skippipe_sched.errors import InputError, loading
 from skippipe_sched.methods import METHODS
 
 DESCRIPTION = """\
-Plan a case by several methods, and compare the plans: seconds of one iteration, of its pipeline and
-of gradient averaging, ratio to the method full, traffic between locations, use of the busiest link,
-idle time of nodes, and gap to the lower bound. Ctrl-C ends the search of the current method.
+Plan a case by several methods, and compare the plans: seconds of an iteration, its pipeline and
+averaging, ratio to the method full, traffic between locations, use of the busiest link, idle time
+of nodes, and gap to the lower bound. Ctrl-C ends the current search.
 """
 
 

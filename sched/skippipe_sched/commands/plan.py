@@ -39,25 +39,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_search_arguments(parser)
     add(
         "--bound", choices=("quick", "placements"), default="quick",
-        help="lower bounds to compute; placements adds a tighter one, which takes minutes for 20 "
-        "nodes (default: %(default)s)",
+        help="lower bounds; placements adds a tighter one, in minutes for 20 nodes (default: "
+        "%(default)s)",
     )  # fmt: skip
     about = "time limit of --bound placements (default: %(default)gs)"
     add("--bound-budget", default=DEFAULT_BOUND_BUDGET_S, metavar="TIME", help=about)
     add("--placement", type=Path, metavar="PLAN", help="fix the placement to that of this plan")
     known = parser.add_mutually_exclusive_group()
-    about = "additional starting point of joint: a plan for a case with the same stages"
+    about = "another starting point of joint: a plan for the same stages"
     known.add_argument("--begin", type=Path, metavar="PLAN", help=about)
     known.add_argument(
         "--improve", type=Path, metavar="PLAN",
-        help="the only starting point of joint: a plan to improve within seconds, for "
-        "example after a loss of nodes",
+        help="the only starting point of joint, to improve within seconds",
     )  # fmt: skip
     add(
         "--compiled", action="store_true",
-        help="wait until joint is compiled (once per machine), also with a budget of 2 s or less, "
-        "and write no earlier plan: the plan then does not depend on previous searches on the "
-        "machine",
+        help="wait until joint is compiled, also with a budget of 2 s or less, and write no "
+        "earlier plan: the plan then does not depend on previous searches on the machine",
     )  # fmt: skip
 
 

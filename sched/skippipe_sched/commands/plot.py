@@ -11,8 +11,7 @@ from skippipe_sched.commands.output_files import write
 from skippipe_sched.errors import InputError, loading
 
 DESCRIPTION = """\
-Simulate one iteration of a plan and plot it: as a Gantt chart, as a map of the traffic, or as the
-paths of the microbatches (SVG), or write a trace of it (JSON). At least one output is required.
+Simulate one iteration of a plan and plot it, or write a trace. At least one output is required.
 """
 
 
@@ -23,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("plan", type=Path, help="plan, a JSON file")
     add("-o", "--output", type=Path, metavar="SVG", help="Gantt chart")
     add("--flows", type=Path, metavar="SVG", help="map of the traffic on links")
-    add("--paths", type=Path, metavar="SVG", help="path of each microbatch through the stages")
+    add("--paths", type=Path, metavar="SVG", help="paths of the microbatches")
     add("--trace", type=Path, metavar="JSON", help="trace for ui.perfetto.dev or chrome://tracing")
 
 

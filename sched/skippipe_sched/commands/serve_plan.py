@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 
 DESCRIPTION = """\
-Plan a service: choose the stages that each host holds, and the routes of sequences through the
-hosts. Print both, and predictions of tokens per second and of seconds per token, each with a bound
-that no placement can beat.
+Plan a service: the stages of each host, and the routes of sequences. Print both, and predictions of
+tokens per second and of seconds per token, each with a bound that no placement can beat.
 """
 
 

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 
 DESCRIPTION = """\
-Simulate one iteration of a plan. Print its duration, the longest gradient averaging, the lower
-bound, the idle time of nodes, and the rules of the case that the plan breaks. With --jitter, also
-print the durations of replays with random delays.
+Simulate one iteration of a plan. Print its duration, the longest averaging, the lower bound, the
+idle time of nodes, and the rules that the plan breaks.
 """
 
 
@@ -29,14 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("plan", type=Path, help="plan, a JSON file")
     add(
         "--contention", choices=("none", "link", "node"),
-        help="contention of transfers: none; link: transfers on one link are sequential; node: as "
-        "link, and all transfers of a node to other locations are sequential (default: as in the "
-        "case of the plan)",
+        help="transfers that are sequential: none; link: those on one link; node: also those of a "
+        "node to other locations (default: as in the case)",
     )  # fmt: skip
     add(
         "--jitter", type=float, metavar="FRACTION",
-        help="replay with random durations: each hop and operation takes longer by an "
-        "exponentially distributed fraction with this mean; print median and 95th percentile",
+        help="also replay, each hop and operation taking longer by an exponentially distributed "
+        "fraction with this mean; print median and 95th percentile",
     )  # fmt: skip
     about = "number of replays with --jitter (default: %(default)s)"
     add("--draws", type=int, default=200, help=about)

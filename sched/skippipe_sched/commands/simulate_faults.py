@@ -28,10 +28,10 @@ DAY_S = 86400.0
 DESCRIPTION = "\n".join(
     [
         "Simulate a run whose hosts, with one node each, fail at random and return. Print the",
-        "goodput, useful microbatches as a fraction of a run without faults, by recovery policy:",
+        "goodput, useful microbatches as a fraction of a run without faults, by policy:",
         *(f"  {name:<8} {policy.about}" for name, policy in POLICIES.items()),
         "All policies except restart continue without failed hosts while every stage has a live",
-        "host, with the repair plan that a run makes. All policies see the same faults.",
+        "host. All see the same faults.",
     ]
 )
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(time, "--days", 7, "simulated time in days", type=float)
     _add(time, "--sweep", 3, "number of times to halve and to double --mtbf", "N", type=int)
     _add(time, "--seed", 0, "seed of the faults and of the search", type=int)
-    about = "number of random draws of the faults, the first with --seed"
+    about = "number of draws of the faults, the first with --seed"
     _add(time, "--seeds", 3, about, "N", type=int)
     costs = parser.add_argument_group("costs")
     _add(costs, "--heartbeat", "30s", "time until a failure is detected", "TIME")
@@ -69,11 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plans = parser.add_argument_group("plans")
     about = "method of the plan for all nodes"
     _add(plans, "--method", DEFAULT_METHOD, about, choices=METHODS)
-    _add(plans, "--budget", f"{DEFAULT_BUDGET_S:g}s", "time limit of the search for it", "TIME")
+    _add(plans, "--budget", f"{DEFAULT_BUDGET_S:g}s", "time limit of the search", "TIME")
     plans.add_argument(
         "--plans", type=int, metavar="N",
-        help="maximum number of sets of live nodes to plan for; step times of others are estimated "
-        "from similar sets (default: planning takes a few minutes at most)",
+        help="maximum sets of live nodes to plan for; step times of others are estimated (default: "
+        "planning takes a few minutes at most)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
     parser.add_argument("--figure", type=Path, metavar="SVG", help="file for a plot")
