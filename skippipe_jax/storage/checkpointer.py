@@ -172,7 +172,9 @@ class Checkpointer:
         writes, error = contextlib.ExitStack(), None
         try:
             if parts or texts:
-                folder.mkdir(parents=True, exist_ok=True)
+                # Without the run's other files, which it had, its folder would be of no use.
+                folder.parent.mkdir(exist_ok=True)
+                folder.mkdir(exist_ok=True)
             for name, state in parts.items():
                 writes.enter_context(begin_writing(folder / name, state))
         except Exception as raised:

@@ -53,6 +53,7 @@ def assert_same(found, expected):
 def writer_of(run_dir, host=None, *, layers=LAYERS, keep=3, keep_every=None, **options):
     """A checkpointer, by default of a run of one host."""
     config = CheckpointConfig(1, keep, keep_every)
+    run_dir.mkdir(exist_ok=True)
     return Checkpointer(
         run_dir, host or ThreadHost(), stage_layers=layers, config=config, **options
     )

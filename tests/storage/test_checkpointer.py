@@ -352,6 +352,24 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written_and_the_next_one_
     assert committed_steps(tmp_path) == [3, 4]
 
 
+def test_a_run_folder_that_was_removed_is_not_made_again_for_checkpoints(
+    tmp_path, no_pauses, capfd
+):
+    """They could not be resumed without the configuration and the plan."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    writer = writer_of(folder)
+    folder.rename(tmp_path / "moved")
+    writer.save(1, both_stages(1), {})
+    assert not writer.wait()
+    assert "could not be written: No such file or directory" in capfd.readouterr().err
+    (tmp_path / "moved").rename(folder)
+    writer.save(2, both_stages(2), {})
+    assert writer.wait()
+    writer.close()
+    assert committed_steps(folder) == [2]
+
+
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_host_that_can_write_no_checkpoint_ends_alone_with_an_error_that_may_be_over_later(
     tmp_path, writers, broken, monkeypatch, no_pauses
