@@ -47,7 +47,7 @@ from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import jax_runtime
 from skippipe_jax.connections.addresses import join_address, require_free
 from skippipe_jax.connections.hello import NUMBER_BITS, Hello
-from skippipe_jax.connections.join_server import JoinServer
+from skippipe_jax.connections.join_server import RUN_ENDED, JoinServer
 from skippipe_jax.connections.links import BEATS, MESSAGE_CHARACTERS
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.status import RunStatus, TrainingStatus
@@ -630,6 +630,9 @@ class Membership(Group):
             self._was_stopped |= self._was_suspended()
             if self.inbox.generation > 0:
                 self._mesh.directory.is_outside = False  # It is in a generation (again).
+            asks = self._control is not None and self.inbox.entered is None
+            if asks and self._mesh.have_all_parted and not self._verdict.done():
+                self._verdict.set_result(ExitReason(f"{self.name}: {RUN_ENDED}"))
             self._mesh.beat()
 
     def _was_suspended(self) -> bool:

@@ -128,6 +128,11 @@ class Mesh:
         """Hosts that have sent a farewell and closed the connection."""
         return frozenset(self._parted - self._links.keys())
 
+    @property
+    def have_all_parted(self) -> bool:
+        """True if all other hosts have sent a farewell."""
+        return self._parted >= set(self.directory.others)
+
     async def start(self, coordinator: tuple[str, int], relay: str | None) -> None:
         """Connect to all hosts of a new run, of which host 0 listens at `coordinator`.
 

@@ -231,3 +231,24 @@ def test_a_host_comes_back_once_the_connections_of_its_last_process_count_no_mor
         await on_all([*hosts, again], lambda host: host.part(10.0))
 
     asyncio.run(live())
+
+
+def test_a_host_that_comes_back_as_the_run_ends_does_not_wait_to_be_taken_in(
+    ended: list[int], capfd: pytest.CaptureFixture[str]
+):
+    async def live() -> None:
+        hosts, teams, third = await meet()
+        third.end()
+        await on_all(hosts, lambda host: host.next_group(teams[0].generation.number, 60.0))
+        again = Membership(ClusterConfig(heartbeat_timeout_s=2.0), 2, 3)
+        known = hosts[0].control_address
+        place = Place(2, 3, parse_address("address", known), RUN)
+        await asyncio.to_thread(again.enter, place, None, [known])
+        again.request_admission(RULES, store)
+        leaving = asyncio.create_task(on_all(hosts, Membership.leave))
+        await asyncio.to_thread(again._thread.join, 60.0)
+        await leaving
+
+    asyncio.run(live())
+    assert ended == [75]
+    assert "the run has ended: it finished, or was stopped" in capfd.readouterr().err
