@@ -37,7 +37,7 @@ def detect(config: ClusterConfig) -> tuple[str, int, int]:
             initialization_timeout=math.ceil(config.connect_timeout_s),
         )
         problem = "JAX did not detect a cluster"
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # The latter: variables that are no numbers.
         address = count = index = None
         problem = f"JAX could not detect the cluster: {error}"
     if address is None or count is None or index is None:
