@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -214,7 +215,7 @@ def _print_result(config: Config, host: Membership, result: RunResult) -> None:
             log.output(f"best checkpoint (--step best): {best_text}")
         log.output(
             f"finished {result.step} steps; run directory {config.run_dir}. Evaluate: "
-            f"skippipe evaluate --run {config.run_dir}"
+            f"skippipe evaluate --run {shlex.quote(config.run_dir)}"
         )
         _report(Path(config.run_dir))
 

@@ -169,6 +169,15 @@ def test_a_host_that_does_not_lead_says_that_the_run_is_trained(
     assert told == f"host 2: {how} 52 steps; run directory runs/a\n"
 
 
+def test_the_command_to_evaluate_a_run_can_be_copied_whatever_its_folder_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = Config(run_dir=str(tmp_path / "my run"), train=TrainConfig(steps=52))
+    host: Any = SimpleNamespace(index=0, count=1, leads=True)
+    train._print_result(config, host, RunResult(52, None))
+    assert f"Evaluate: skippipe evaluate --run '{config.run_dir}'\n" in capsys.readouterr().out
+
+
 def test_a_host_that_had_joined_says_where_the_result_is(tmp_path: Path):
     (tmp_path / "config.yaml").write_text(to_yaml(Config(run_dir="runs/far")))
     leader = "host 0 (10.0.0.1:8476)"
