@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax.cli.arguments import (
@@ -43,6 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.tasks_from
     if folder is not None and not folder.is_dir():
         raise InputError("--tasks-from", str(folder), "is not a folder", "Give a folder of tasks")
+    for name, least in (("limit", 1), ("num_fewshot", 0)):
+        if (value := getattr(arguments, name)) is not None:
+            fields.integer(value, f"--{name.replace('_', '-')}", least)
     is_mixture(arguments)  # Report arguments that do not go together first.
     with loading():
         require("lm_eval", "harness", "--tasks", arguments.tasks)

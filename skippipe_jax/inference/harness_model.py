@@ -23,6 +23,8 @@ from skippipe_jax.inference.text_stream import AnswerText
 
 # What the harness itself takes where a task does not say how much is generated.
 DEFAULT_NEW_TOKENS = 256
+# The names by which tasks say so, as the harness reads them: the first that is given counts.
+NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 Scored = tuple[list[int], list[int]]
 """Tokens that are given, and tokens whose chances are asked for."""
@@ -151,12 +153,16 @@ class HarnessModel(LM):
         stops = settings.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
         limit = self.model.context - 1
-        count = min(int(settings.get("max_gen_toks", DEFAULT_NEW_TOKENS)), limit)
+        name = next((one for one in NEW_TOKENS if settings.get(one) is not None), NEW_TOKENS[0])
+        count = min(fields.integer(int(settings.get(name, DEFAULT_NEW_TOKENS)), name, 1), limit)
         greedy = not settings.get("do_sample", settings.get("temperature", 0) > 0)
         sampling = Sampling(
             temperature=0.0 if greedy else float(settings.get("temperature", 1.0)),
             top_p=float(settings.get("top_p", 1.0)),
             seed=seed,
+            top_k=max(int(settings.get("top_k", 0)), 0),
+            min_p=float(settings.get("min_p", 0.0)),
+            repetition_penalty=float(settings.get("repetition_penalty", 1.0)),
         )
         prompt = [self.tokenizer.begin, *self._encode(context)][count - limit - 1 :]
         answer = AnswerText(self.tokenizer.decode, prompt, stops)

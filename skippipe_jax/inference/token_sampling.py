@@ -127,7 +127,8 @@ def sample(
     chances = jnp.where(is_candidate, chances, 0.0)
     chances /= chances.sum(axis=-1, keepdims=True)
     is_needed = (jnp.cumsum(chances, axis=-1) - chances < top_p[:, None]) & is_candidate
-    least = jnp.min(jnp.where(is_needed, descending, jnp.inf), axis=-1, keepdims=True)
+    # By rounding, even the likeliest may seem not to be needed for a tiny `top_p`.
+    least = jnp.min(jnp.where(is_needed, descending, descending[:, :1]), axis=-1, keepdims=True)
     drawn = jax.vmap(jax.random.categorical)(keys, jnp.where(scaled >= least, scaled, -jnp.inf))
     return jnp.where(temperatures > 0, drawn, jnp.argmax(logits, axis=-1))
 

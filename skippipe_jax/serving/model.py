@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 
 import jax
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+from skippipe_jax import log
 from skippipe_jax.config import DataConfig
 from skippipe_jax.data.chat import end_of_turn, trains_on_answers
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, Generator, StageExecutor
@@ -38,8 +40,7 @@ def open_engine(
     """
     length = length_of(model.context, length)
     _require_memory(Slots(1, slots, length).cache_bytes(model.config, model.config.layers), slots)
-    engine = _engine(model.decoder(slots, length, scales))
-    return _served(name, model, data, length), engine
+    return _served(name, model, data, length), _engines([model.decoder(slots, length, scales)])[0]
 
 
 def open_groups(
@@ -47,8 +48,8 @@ def open_groups(
 ) -> tuple[Served, list[Generator]]:
     """Create a generator for each group; other hosts run the stages that the front lacks."""
     model, slots = source.model(hosts.own_stages), hosts.slots
-    engines = [_engine(RoutedExecutor(model, hosts, group)) for group in range(slots.groups)]
-    return _served(name, model, source.config.data, slots.length), engines
+    decoders = [RoutedExecutor(model, hosts, group) for group in range(slots.groups)]
+    return _served(name, model, source.config.data, slots.length), _engines(decoders)
 
 
 def length_of(context: int, requested: int | None) -> int:
@@ -63,11 +64,13 @@ def length_of(context: int, requested: int | None) -> int:
     return context if requested is None else requested
 
 
-def _engine(decoder: StageExecutor) -> Generator:
-    decoder.warm_up()
-    engine = Generator(decoder, PREFILL_TOKENS)
-    engine.warm_up()
-    return engine
+def _engines(decoders: Sequence[StageExecutor]) -> list[Generator]:
+    log.info("compiling the programs of the service, which takes up to minutes the first time")
+    engines = [Generator(decoder, PREFILL_TOKENS) for decoder in decoders]
+    for decoder, engine in zip(decoders, engines, strict=True):
+        decoder.warm_up()
+        engine.warm_up()
+    return engines
 
 
 def _served(name: str, model: StagedModel, data: DataConfig, length: int) -> Served:

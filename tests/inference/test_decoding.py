@@ -251,6 +251,14 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     np.testing.assert_allclose(shares(1.0, 0.83, 3), [2 / 3, 1 / 3, 0, 0], atol=0.02)
 
 
+def test_the_least_top_p_takes_the_likeliest_token():
+    logits = jax.random.normal(jax.random.key(0), (500, 300)) * 3
+    keys = jax.random.split(jax.random.key(1), len(logits))
+    how = (jnp.full(len(logits), own) for own in (1.0, 1e-9, 0, 0.0))
+    drawn = jax.jit(sample)(logits, keys, *how)
+    np.testing.assert_array_equal(drawn, jnp.argmax(logits, axis=-1))
+
+
 @pytest.mark.parametrize(
     ("named", "order"),
     [(None, FULL), ("0,2,1", (0, 2, 1)), (" 0, 3", (0, 3)), ("0", (0,))],

@@ -196,6 +196,27 @@ def test_a_request_that_is_repeated_is_drawn_anew(run: Path):
     assert model.generate_until(requests) == texts
 
 
+def test_settings_of_a_task_count(run: Path):
+    drawn = {"until": [], "do_sample": True, "temperature": 1.0}
+
+    def texts(*how: dict[str, Any]) -> list[str]:
+        requests = [request("generate_until", "begin" * 20, one) for one in how]
+        return harness(run).generate_until(requests)
+
+    greedy, *others = texts(
+        {"max_gen_toks": 12},
+        *(drawn | {"max_gen_toks": 12, name: 1} for name in ("top_k", "min_p")),
+        {"max_gen_toks": 12, "repetition_penalty": 0.02},
+        {"max_gen_toks": 3},
+        {"max_new_tokens": 3, "max_tokens": 9},
+    )
+    assert others[:2] == [greedy] * 2
+    assert others[2] != greedy
+    assert others[3] == others[4] != greedy
+    with pytest.raises(InputError, match="max_gen_toks = 0: must be at least 1"):
+        texts({"max_gen_toks": 0})
+
+
 def test_a_continuation_beyond_the_context_is_refused(run: Path):
     with pytest.raises(InputError, match="likelihood of 40 tokens"):
         harness(run).loglikelihood([request("loglikelihood", "a", "b" * 40)])
@@ -242,6 +263,8 @@ def test_the_command_takes_several_models(run: Path, tasks: Path, tmp_path: Path
         ("--tasks choose,chose", "--tasks = 'chose': unknown task"),
         ("--tasks-from nowhere", "--tasks-from = 'nowhere'"),
         ("--batch-size 0", "--batch-size = 0"),
+        ("--limit 0", "--limit = 0"),
+        ("--num-fewshot -1", "--num-fewshot = -1"),
     ],
 )
 def test_what_cannot_be_run_is_refused(

@@ -227,6 +227,7 @@ def test_the_command_serves_until_it_is_told_to_end(run: Path, tmp_path: Path):
     )
     try:
         assert process.stderr is not None
+        assert process.stderr.readline().startswith("compiling the programs of the service")
         line = process.stderr.readline()
         url = line.split()[-1]
         assert line == f"serving {NAME} at {url}\n"
