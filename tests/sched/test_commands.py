@@ -563,7 +563,9 @@ def test_a_plan_that_is_not_a_json_object_is_refused(command, tmp_path, content,
     expect_error(command("plot", path, "-o", tmp_path / "plan.svg"), f"plan = ...{value}")
 
 
-@pytest.mark.parametrize("output", [".", "/", "folder", "file/plan.json", "/proc/none/plan.json"])
+@pytest.mark.parametrize(
+    "output", [".", "/", "folder", "file/plan.json", "/proc/none/plan.json", "plan.png"]
+)
 @pytest.mark.parametrize("name", ["plan", "plot"])
 def test_an_output_that_cannot_be_written_is_refused(command, tmp_path, monkeypatch, name, output):
     (tmp_path / "folder").mkdir()

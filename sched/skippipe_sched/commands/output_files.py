@@ -11,7 +11,7 @@ from skippipe_sched.errors import InputError, error_class
 
 
 def require_writable(option: str, path: Path | None) -> None:
-    """Check before a search that a path can be written.
+    """Check before a search that a path can be written, and does not name another picture format.
 
     Raises:
         InputError: naming the option.
@@ -20,6 +20,10 @@ def require_writable(option: str, path: Path | None) -> None:
         return
     if path.is_dir():
         raise InputError(option, str(path), "is a folder", "Give the path of a file")
+    if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".pdf"):
+        # Under such a name, no program would open the file.
+        problem, remedy = "pictures must end in .svg", "Give a path with another ending"
+        raise InputError(option, str(path), problem, remedy)
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         problem = f"cannot be written: {existing} is not a writable folder"
