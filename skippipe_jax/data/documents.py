@@ -98,6 +98,23 @@ def require_disjoint(sources: tuple[DocumentSource, ...]) -> None:
                 raise source.error(problem, "Name paths that do not overlap")
 
 
+def require_outside(source: DocumentSource, folder: str, field: str) -> None:
+    """Refuse a folder below that of the source, which would read the files written there.
+
+    Raises:
+        InputError: naming `field`.
+    """
+    if source.path is None or source.kind in ("tokens", "parquet") or _is_url(source.path):
+        return
+    root, written = (Path(os.path.realpath(os.path.expanduser(p))) for p in (source.path, folder))
+    if not (root.is_dir() and written.is_relative_to(root)):
+        return
+    if not any(part.startswith(".") for part in written.relative_to(root).parts):
+        problem = f"lies in {source.path}, whose files are read as text"
+        remedy = "Name a folder outside of it, or put the text into a folder of its own"
+        raise InputError(field, folder, problem, remedy)
+
+
 def local_path(path: str) -> str:
     """Return the absolute path of a local file; a URL is unchanged."""
     return path if _is_url(path) else os.path.abspath(os.path.expanduser(path))
