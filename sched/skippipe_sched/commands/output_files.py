@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,13 @@ def require_writable(option: str, path: Path | None) -> None:
 def write(option: str, path: Path, content: str | Callable[[Path], Any]) -> None:
     """Write text, or call a function that writes the path; make missing folders.
 
+    On an error, a new file is removed.
+
     Raises:
         InputError: naming the option, if it cannot be written.
     """
     require_writable(option, path)
+    is_new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, str):
@@ -44,6 +48,9 @@ def write(option: str, path: Path, content: str | Callable[[Path], Any]) -> None
         else:
             content(path)
     except OSError as error:
+        if is_new:
+            with suppress(OSError):
+                path.unlink()  # Part of a file would pass for a whole one.
         raise error_class(error)(
             option, str(path), f"cannot be written: {error.strerror}", "Give another path"
         ) from error
