@@ -179,12 +179,9 @@ def _fractions(arguments: argparse.Namespace) -> list[float]:
     """Return the shares of --keep-fraction, after the checks of --plot."""
     shares, plot = arguments.keep_fraction, arguments.plot
     if plot is not None:
-        for is_wrong, problem, remedy in (
-            (shares is None, "requires --keep-fraction", "Add --keep-fraction 1.0,0.75,0.5"),
-            (plot.suffix != ".svg", "must end in .svg", "Write a name such as plot.svg"),
-        ):
-            if is_wrong:
-                raise InputError("--plot", str(plot), problem, remedy)
+        if shares is None:
+            remedy = "Add --keep-fraction 1.0,0.75,0.5"
+            raise InputError("--plot", str(plot), "requires --keep-fraction", remedy)
         require_writable("--plot", plot)
     if shares is None:
         return []

@@ -157,10 +157,10 @@ def _open_tokens(source: DocumentSource, tokenizer: Tokenizer) -> Corpus:
     index = token_shards.read_index(folder, field)
     if index.tokenizer != tokenizer.digest:
         raise InputError(
-            "data.tokenizer",
-            None,
-            f"is not the tokenizer of the tokens in {value}",
-            f"Name {value}/{TOKENIZER_FOLDER}, or tokenize the text again",
+            field,
+            value,
+            "contains tokens of another tokenizer than data.tokenizer",
+            f"Set data.tokenizer to {value}/{TOKENIZER_FOLDER}, or tokenize the text again",
         )
     training, held_out = (
         token_shards.open_part(folder, part, index, field) for part in token_shards.PARTS

@@ -7,6 +7,7 @@ import functools
 import glob
 import itertools
 import json
+import lzma
 import os
 import sysconfig
 import zlib
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import compressions
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DocumentSource
@@ -71,9 +73,9 @@ def read_documents(source: DocumentSource) -> Iterator[Document]:
     for name, file in sorted(files):
         try:
             yield from (one for one in read(source, system, name, file) if one.text)
-        except (OSError, EOFError, zlib.error) as error:
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             problem = f"cannot read {file}: {getattr(error, 'strerror', None) or error}"
-            raise source.error(problem, "Name a file or folder that exists") from error
+            raise source.error(problem, "Name a file or folder that can be read") from error
 
 
 @functools.lru_cache(maxsize=64)  # Files are listed once per process, as text is read once.
@@ -96,6 +98,23 @@ def require_disjoint(sources: tuple[DocumentSource, ...]) -> None:
                     f"{file} is in another source too, and may be held out in only one of them"
                 )
                 raise source.error(problem, "Name paths that do not overlap")
+
+
+def require_outside(source: DocumentSource, folder: str, field: str) -> None:
+    """Refuse a folder below that of the source, which would read the files written there.
+
+    Raises:
+        InputError: naming `field`.
+    """
+    if source.path is None or source.kind in ("tokens", "parquet") or _is_url(source.path):
+        return
+    root, written = (Path(os.path.realpath(os.path.expanduser(p))) for p in (source.path, folder))
+    if not (root.is_dir() and written.is_relative_to(root)):
+        return
+    if not any(part.startswith(".") for part in written.relative_to(root).parts):
+        problem = f"lies in {source.path}, whose files are read as text"
+        remedy = "Name a folder outside of it, or put the text into a folder of its own"
+        raise InputError(field, folder, problem, remedy)
 
 
 def local_path(path: str) -> str:
@@ -185,13 +204,23 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
+def _opened(source: DocumentSource, system: Any, file: str) -> Any:
+    """Open a file; it is decompressed if the ending of its name says so."""
+    if file.endswith(".zip"):  # fsspec would read its first file only.
+        raise source.error(f"{file} is an archive, which is not read", "Unpack it")
+    if file.endswith(".zst") and "zst" not in compressions:
+        problem = f"{file} needs the package zstandard, which is not installed"
+        raise source.error(problem, "Run pip install zstandard, or decompress the file")
+    return system.open(file, "rb", compression="infer")
+
+
 def _read_file(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
-    with system.open(file, "rb") as opened:
+    with _opened(source, system, file) as opened:
         yield Document(file, name.encode(errors="surrogateescape"), opened.read())
 
 
 def _read_lines(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
-    with system.open(file, "rb", compression="infer") as opened:
+    with _opened(source, system, file) as opened:
         for number, line in enumerate(opened, 1):
             where = f"{file}, line {number}"
             if not line.strip():

@@ -7,6 +7,7 @@ retries fail exits with the code that asks for a restart; the others continue.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -76,6 +77,7 @@ def new_directory(folder: Path, field: str) -> Iterator[Path]:
 
     Raises:
         InputError: naming `field`, if `folder` exists and is not empty, or cannot be created.
+        TemporaryError: naming `field`, if the disk is full.
     """
     folder = folder.absolute()
     with os_errors_as(field, folder, "cannot be written", "Name another folder"):
@@ -87,6 +89,13 @@ def new_directory(folder: Path, field: str) -> Iterator[Path]:
         yield partial
         partial.chmod(0o755)
         partial.rename(folder)
+    except Exception as error:
+        # safetensors and array_record report a full disk by errors of their own.
+        full = os.strerror(errno.ENOSPC)
+        if isinstance(error, (OSError, InputError)) or full not in str(error):
+            raise
+        remedy = "Free disk space, and start again"
+        raise TemporaryError(field, str(folder), f"cannot be written: {full}", remedy) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

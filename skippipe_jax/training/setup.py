@@ -28,6 +28,7 @@ from skippipe_jax.config.model import PLATFORM_OF
 from skippipe_jax.config.resume import digest, settings
 from skippipe_jax.data.batches import Batch, TrainingBatches, check_vocabulary, tokenizer_of
 from skippipe_jax.data.chat import template_warning
+from skippipe_jax.data.documents import require_outside
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.models.attention import implementation_of, kernel_fault
 from skippipe_jax.models.in_flight import memory_warnings
@@ -641,6 +642,8 @@ def open_text(
     Raises:
         InputError: if it cannot be used.
     """
+    for source in config.data.sources():
+        require_outside(source, config.run_dir, "run_dir")
     text = with_run_tokenizer(config)
     check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(text)))
     return (TrainingBatches(text), read_held_out(config, text)) if serves_data else (None, ())

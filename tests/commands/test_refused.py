@@ -64,6 +64,10 @@ WRONG_VALUES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "folder below a file": (["run_dir=text/run"], ["run_dir = 'text/run'", "Name another folder"]),
     "folder that is a file": (["run_dir=text"], ["run_dir = 'text'", "Name another folder"]),
+    "folder in that of the text": (
+        ["data.path=."],
+        ["run_dir = 'run'", "lies in .", "Name a folder outside of it"],
+    ),
     "folder of no name": (
         ["run_dir=" + "a" * 300],
         ["run_dir = 'aaa", "name too long", "Name another folder"],

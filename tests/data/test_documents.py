@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import fsspec
 import numpy as np
 import pyarrow as arrow
 import pytest
+from fsspec.utils import compressions
 from pyarrow import parquet
 from skippipe_sched.errors import InputError
 
@@ -51,12 +53,25 @@ def test_lines_of_files_folders_and_globs(tmp_path):
         file.write(lines(TEXTS[10:]))
     (tmp_path / "cut.gz").write_bytes((tmp_path / "b.jsonl.gz").read_bytes()[:-20])
     assert "cannot read" in refused("jsonl", tmp_path / "cut.gz").problem
+    (tmp_path / "damaged.xz").write_bytes(lzma.compress(b"{}")[:-20] + bytes(20))
+    assert "damaged.xz: Corrupt" in refused("jsonl", tmp_path / "damaged.xz").problem
     (tmp_path / "readme.md").write_text("no JSON")
     first, second = [*TEXTS[:10], "tail"], TEXTS[10:]
     assert texts_of("jsonl", tmp_path / "a.jsonl") == first
     assert texts_of("jsonl", tmp_path) == first + second
     assert texts_of("jsonl", tmp_path / "b*") == second
     assert texts_of("text", tmp_path / "*.md") == ["no JSON"]
+
+
+def test_compressed_text_is_decompressed_or_refused(tmp_path, monkeypatch):
+    (tmp_path / "book.txt.gz").write_bytes(gzip.compress(b"text"))
+    assert texts_of("text", tmp_path) == ["text"]
+    monkeypatch.delitem(compressions, "zst", raising=False)
+    for name, problem in (("a.jsonl.zst", "needs the package zstandard"), ("a.zip", "an archive")):
+        (tmp_path / name).write_bytes(b"any")
+        for kind in ("text", "jsonl"):
+            assert f"{name} " in (found := refused(kind, tmp_path / name).problem)
+            assert problem in found
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The command that tokenizes: what it writes, and what is left of it when it fails."""
 
+import errno
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import TEMPORARY_EXIT_CODE, InputError
 
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import DataConfig, DocumentSource
@@ -79,7 +80,7 @@ def test_training_reads_them_with_their_own_tokenizer(written, jsonl):
     batch = TrainingBatches(config)[5]
     assert batch["tokens"].shape == (4, 64)
     assert batch["tokens"].max() > 256
-    with pytest.raises(InputError, match="is not the tokenizer of the tokens in"):
+    with refusal(f"data.path = '{written}': contains tokens of another tokenizer"):
         TrainingBatches(DataConfig("tokens", str(written), tokenizer="bytes"))
     given = {"text_field": "body", "tokenizer": str(written / "tokenizer"), "held_out": 0.2}
     rows = DataConfig("jsonl", str(jsonl), sequence_length=64, **given)
@@ -244,6 +245,16 @@ def test_tokens_that_lack_what_is_learnt_are_refused(chat, tmp_path, damage):
     damage(tmp_path / "tokens" / "training.learnt.npy")
     with pytest.raises(InputError, match="Tokenize the text again"):
         read_corpus(DocumentSource("tokens", str(tmp_path / "tokens")), ByteTokenizer(), 0.1, 0)
+
+
+def test_a_full_disk_is_told_of_in_one_line(tmp_path):
+    # As array_record and safetensors report it, which raise no OSError.
+    error = RuntimeError(f"write() failed: {os.strerror(errno.ENOSPC)}; at byte 0")
+    told = refusal("--output = ...tokens': cannot be written: No space")
+    with told as caught, new_directory(tmp_path / "tokens", "--output"):
+        raise error
+    assert caught.value.exit_code == TEMPORARY_EXIT_CODE
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

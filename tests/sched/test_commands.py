@@ -1,8 +1,10 @@
 """The planner's commands: what they print and write, and one line for whatever is wrong."""
 
 import contextlib
+import errno
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +15,8 @@ import pytest
 import yaml
 from skippipe_sched import command_server
 from skippipe_sched.__main__ import main
+from skippipe_sched.commands.output_files import write
+from skippipe_sched.errors import TemporaryError
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.links import COLUMNS
 from skippipe_sched.problem.plan import Plan, Predicted, load_plan
@@ -563,7 +567,9 @@ def test_a_plan_that_is_not_a_json_object_is_refused(command, tmp_path, content,
     expect_error(command("plot", path, "-o", tmp_path / "plan.svg"), f"plan = ...{value}")
 
 
-@pytest.mark.parametrize("output", [".", "/", "folder", "file/plan.json", "/proc/none/plan.json"])
+@pytest.mark.parametrize(
+    "output", [".", "/", "folder", "file/plan.json", "/proc/none/plan.json", "plan.png"]
+)
 @pytest.mark.parametrize("name", ["plan", "plot"])
 def test_an_output_that_cannot_be_written_is_refused(command, tmp_path, monkeypatch, name, output):
     (tmp_path / "folder").mkdir()
@@ -575,6 +581,16 @@ def test_an_output_that_cannot_be_written_is_refused(command, tmp_path, monkeypa
     source = "case.yaml" if name == "plan" else "plan.json"
     expect_error(command(name, source, "-o", output), f"--output = '{output}'...Give ")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_full_disk_leaves_no_part_of_a_new_file(tmp_path):
+    def fill(path: Path):
+        path.write_text("part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(TemporaryError, match="cannot be written: No space"):
+        write("--output", tmp_path / "plan.json", fill)
+    assert not list(tmp_path.iterdir())
 
 
 WRONG_CHURN = {

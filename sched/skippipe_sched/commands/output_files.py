@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from skippipe_sched.errors import InputError, error_class
 
 
 def require_writable(option: str, path: Path | None) -> None:
-    """Check before a search that a path can be written.
+    """Check before a search that a path can be written, and does not name another picture format.
 
     Raises:
         InputError: naming the option.
@@ -20,6 +21,10 @@ def require_writable(option: str, path: Path | None) -> None:
         return
     if path.is_dir():
         raise InputError(option, str(path), "is a folder", "Give the path of a file")
+    if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".pdf"):
+        # Under such a name, no program would open the file.
+        problem, remedy = "pictures must end in .svg", "Give a path with another ending"
+        raise InputError(option, str(path), problem, remedy)
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         problem = f"cannot be written: {existing} is not a writable folder"
@@ -29,10 +34,13 @@ def require_writable(option: str, path: Path | None) -> None:
 def write(option: str, path: Path, content: str | Callable[[Path], Any]) -> None:
     """Write text, or call a function that writes the path; make missing folders.
 
+    On an error, a new file is removed.
+
     Raises:
         InputError: naming the option, if it cannot be written.
     """
     require_writable(option, path)
+    is_new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, str):
@@ -40,6 +48,9 @@ def write(option: str, path: Path, content: str | Callable[[Path], Any]) -> None
         else:
             content(path)
     except OSError as error:
+        if is_new:
+            with suppress(OSError):
+                path.unlink()  # Part of a file would pass for a whole one.
         raise error_class(error)(
             option, str(path), f"cannot be written: {error.strerror}", "Give another path"
         ) from error
