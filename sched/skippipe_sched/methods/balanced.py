@@ -29,8 +29,8 @@ from skippipe_sched.timing.simulate import simulate
 
 MOST_CANDIDATES = 24
 # Candidates are simulated with all microbatches before them, at a cost of about the square of their
-# number; large cases try fewer, so that the whole takes at most about a minute.
-OPERATIONS_SIMULATED = 4_000_000
+# number; large cases try fewer, as many as the budget pays for at this nominal speed.
+OPERATIONS_PER_SECOND = 70_000
 
 StageSet = tuple[int, ...]
 
@@ -51,13 +51,15 @@ def routes(case: Case, search: Search) -> Routes:
         visits_left |= visits_of_replicas(case, stage, nodes, visits)
     paths: list[NodePath] = []
     one_candidate_each = len(data_nodes) ** 2 * case.path_length
-    candidates = int(np.clip(OPERATIONS_SIMULATED // one_candidate_each, 1, MOST_CANDIDATES))
+    candidates = min(search.steps(OPERATIONS_PER_SECOND / one_candidate_each), MOST_CANDIDATES)
     for data_node in data_nodes:
         drawn = dict.fromkeys(
             _draw_path(case, stages, data_node, sets_left, visits_left, random)
-            for _ in range(candidates)
+            for _ in range(1 if search.end.interrupted else candidates)
         )
-        path, chosen = min(drawn, key=lambda option: _cost(case, stages, [*paths, option[0]]))
+        path, chosen = next(iter(drawn))
+        if len(drawn) > 1:
+            path, chosen = min(drawn, key=lambda option: _cost(case, stages, [*paths, option[0]]))
         paths.append(path)
         sets_left[chosen] -= 1
         for node in path[1:]:
