@@ -429,6 +429,10 @@ WRONG_TABLES = [
     ),
     (f"{HEADER}\nhere,there,1\n", "case.links (mine.csv, line 2) = ...here...location_a"),
     (
+        f"{HEADER}\nhere,there,-1,1\n",
+        "case.links (mine.csv, line 2).latency_ms = -1.0...at least 0",
+    ),
+    (
         f"{HEADER}\nhere,there,quick,1\n",
         "case.links (mine.csv, line 2).latency_ms = 'quick'...Write a number",
     ),
