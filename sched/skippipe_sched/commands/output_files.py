@@ -10,8 +10,8 @@ from typing import Any
 from skippipe_sched.errors import InputError, error_class
 
 
-def require_writable(option: str, path: Path | None) -> None:
-    """Check before a search that a path can be written.
+def require_writable(option: str, path: Path | None, source: Path | None = None) -> None:
+    """Check before a search that a path can be written, and is not the `source` that is read.
 
     Raises:
         InputError: naming the option.
@@ -20,6 +20,11 @@ def require_writable(option: str, path: Path | None) -> None:
         return
     if path.is_dir():
         raise InputError(option, str(path), "is a folder", "Give the path of a file")
+    if path.exists() and not path.is_file():
+        return  # A pipe or a device is written to in place.
+    if source is not None and os.path.realpath(path) == os.path.realpath(source):
+        problem = "is the file that this command reads, which would be lost"
+        raise InputError(option, str(path), problem, "Give another path")
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         problem = f"cannot be written: {existing} is not a writable folder"
