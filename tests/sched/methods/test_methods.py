@@ -127,7 +127,7 @@ def test_balanced_uses_swaps_where_they_are_allowed():
 
 @pytest.mark.parametrize("ends", ["budget", "interrupt"])
 def test_balanced_tries_as_many_paths_as_its_budget_pays_for(monkeypatch, ends):
-    """With a large case or after Ctrl-C it simulates no candidates: the first path is taken."""
+    """With a large case or after Ctrl-C it simulates no candidates, and takes the shortest hops."""
     monkeypatch.setattr(balanced, "_cost", lambda *_: pytest.fail("a candidate is simulated"))
     few = ends == "interrupt"
     case = same_place([2, 2, 2], path_length=2, microbatches_per_data_node=4 if few else 150)
