@@ -23,7 +23,7 @@ from skippipe_sched.problem.plan import Plan, Predicted, load_plan
 from skippipe_sched.timing.simulate import simulate
 
 from tests.harness.messages import expect_error
-from tests.sched.examples import PAPER, TWO_NODES, same_place
+from tests.sched.examples import PAPER, TWO_NODES, case_with, planned, same_place
 from tests.sched.optimum import random_small_case
 
 HEADER = ",".join(COLUMNS)
@@ -433,6 +433,10 @@ WRONG_TABLES = [
     ),
     (f"{HEADER}\nhere,there,1\n", "case.links (mine.csv, line 2) = ...here...location_a"),
     (
+        f"{HEADER}\nhere,there,-1,1\n",
+        "case.links (mine.csv, line 2).latency_ms = -1.0...at least 0",
+    ),
+    (
         f"{HEADER}\nhere,there,quick,1\n",
         "case.links (mine.csv, line 2).latency_ms = 'quick'...Write a number",
     ),
@@ -657,3 +661,25 @@ def test_each_command_to_a_standby_is_answered_by_its_exit_code(tmp_path, capfd)
     said = capfd.readouterr()
     assert said.out == "", "nobody reads it"
     assert "--budget" in said.err
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "more"),
+    [
+        ("plan", "--output", ()),
+        ("compare", "--output", ()),
+        ("compare", "--json", ()),
+        ("plot", "--flows", ()),
+        ("simulate-faults", "--figure", ("--mtbf", "1d")),
+    ],
+)
+def test_the_file_that_is_read_is_not_replaced_by_the_output(command, tmp_path, name, option, more):
+    source = tmp_path / "case.yaml"
+    planned(case_with(), ((0,), (1,)), ((0, 1),))[0].save(source)
+    if name != "plot":
+        source.write_text(yaml.safe_dump(dict(case_with().source)), encoding="utf-8")
+    content = source.read_bytes()
+    (tmp_path / "link").symlink_to(source)
+    refused = command(name, source, option, tmp_path / "link", *more)
+    expect_error(refused, f"{option} = ...is the file that this command reads...another path")
+    assert source.read_bytes() == content

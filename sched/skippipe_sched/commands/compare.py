@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         from skippipe_sched.compare import compare, picture, table, to_json
         from skippipe_sched.problem.open_case import load_cases
         from skippipe_sched.search.budget import Search
-    require_writable("--json", arguments.json)
-    require_writable("--output", arguments.output)
+    require_writable("--json", arguments.json, arguments.case)
+    require_writable("--output", arguments.output, arguments.case)
     cases = load_cases(arguments.case)
     if len(cases) != 1:
         is_open = "stages" if len({case.stages for case in cases}) > 1 else "path_length"

@@ -11,8 +11,10 @@ from typing import Any
 from skippipe_sched.errors import InputError, error_class
 
 
-def require_writable(option: str, path: Path | None) -> None:
-    """Check before a search that a path can be written, and does not name another picture format.
+def require_writable(option: str, path: Path | None, source: Path | None = None) -> None:
+    """Check before a search that a path can be written, and is not the `source` that is read.
+
+    Names of other picture formats than SVG are refused.
 
     Raises:
         InputError: naming the option.
@@ -25,6 +27,11 @@ def require_writable(option: str, path: Path | None) -> None:
         # Under such a name, no program would open the file.
         problem, remedy = "pictures must end in .svg", "Give a path with another ending"
         raise InputError(option, str(path), problem, remedy)
+    if path.exists() and not path.is_file():
+        return  # A pipe or a device is written to in place.
+    if source is not None and os.path.realpath(path) == os.path.realpath(source):
+        problem = "is the file that this command reads, which would be lost"
+        raise InputError(option, str(path), problem, "Give another path")
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         problem = f"cannot be written: {existing} is not a writable folder"

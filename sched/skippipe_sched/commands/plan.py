@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         from skippipe_sched.problem.open_case import load_cases
         from skippipe_sched.search.budget import Search
         from skippipe_sched.timing.simulate import simulate_plan
-    require_writable("--output", arguments.output)
+    require_writable("--output", arguments.output, arguments.case)
     cases = load_cases(arguments.case)
     placement = begin = None
     if arguments.placement is not None:

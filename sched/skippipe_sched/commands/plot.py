@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from skippipe_sched.commands.output_files import write
+from skippipe_sched.commands.output_files import require_writable, write
 from skippipe_sched.errors import InputError, loading
 
 DESCRIPTION = """\
@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         problem = "is required unless another output is given"
         remedy = "Add -o, --flows, --paths or --trace, with a file"
         raise InputError("--output", None, problem, remedy)
+    for name in requested:
+        require_writable(f"--{name}", getattr(arguments, name), arguments.plan)
     for name in requested:
         path = getattr(arguments, name)
         write(f"--{name}", path, pictures[name]())

@@ -103,8 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
         from skippipe_sched.churn.picture import picture
         from skippipe_sched.churn.sweep import causes, doublings, goodputs, sweep, verdict
-    require_writable("--json", arguments.json)
-    require_writable("--figure", arguments.figure)
+    require_writable("--json", arguments.json, arguments.case)
+    require_writable("--figure", arguments.figure, arguments.case)
     churn, costs = _churn(arguments), _costs(arguments)
     mtbf_s = fields.duration(arguments.mtbf, "--mtbf", above=True)
     mtbfs_s = doublings(mtbf_s, fields.integer(arguments.sweep, "--sweep", 0, MAX_DOUBLINGS))

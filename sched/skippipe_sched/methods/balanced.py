@@ -29,8 +29,9 @@ from skippipe_sched.timing.simulate import simulate
 
 MOST_CANDIDATES = 24
 # Candidates are simulated with all microbatches before them, at a cost of about the square of their
-# number; large cases try fewer, so that the whole takes at most about a minute.
-OPERATIONS_SIMULATED = 4_000_000
+# number; large cases simulate only those with the shortest hops, as many as the budget pays for at
+# this nominal speed.
+OPERATIONS_PER_SECOND = 30_000
 
 StageSet = tuple[int, ...]
 
@@ -51,13 +52,17 @@ def routes(case: Case, search: Search) -> Routes:
         visits_left |= visits_of_replicas(case, stage, nodes, visits)
     paths: list[NodePath] = []
     one_candidate_each = len(data_nodes) ** 2 * case.path_length
-    candidates = int(np.clip(OPERATIONS_SIMULATED // one_candidate_each, 1, MOST_CANDIDATES))
+    candidates = min(search.steps(OPERATIONS_PER_SECOND / one_candidate_each), MOST_CANDIDATES)
     for data_node in data_nodes:
         drawn = dict.fromkeys(
             _draw_path(case, stages, data_node, sets_left, visits_left, random)
-            for _ in range(candidates)
+            for _ in range(MOST_CANDIDATES)
         )
-        path, chosen = min(drawn, key=lambda option: _cost(case, stages, [*paths, option[0]]))
+        simulated = 1 if search.end.interrupted else candidates
+        nearest = sorted(drawn, key=lambda option: _hops_s(case, option[0]))[:simulated]
+        path, chosen = nearest[0]
+        if len(nearest) > 1:
+            path, chosen = min(nearest, key=lambda option: _cost(case, stages, [*paths, option[0]]))
         paths.append(path)
         sets_left[chosen] -= 1
         for node in path[1:]:
@@ -67,9 +72,12 @@ def routes(case: Case, search: Search) -> Routes:
 
 def _cost(case: Case, stages: Sequence[Sequence[int]], paths: list[NodePath]) -> tuple[float, ...]:
     """Compute the end of the pipeline, and as a tie-breaker the hops of the last path [s]."""
-    *_, last = paths
-    hops = sum(case.forward_hop_s[a, b] for a, b in zip(last, [*last[1:], last[0]], strict=True))
-    return simulate(case, stages, paths).pipeline_s, float(hops)
+    return simulate(case, stages, paths).pipeline_s, _hops_s(case, paths[-1])
+
+
+def _hops_s(case: Case, path: NodePath) -> float:
+    """Compute the sum of the hops of a path from its data node and back [s]."""
+    return float(sum(case.forward_hop_s[a, b] for a, b in pairwise([*path, path[0]])))
 
 
 def _draw_path(

@@ -142,12 +142,13 @@ def link(latency_ms: Any, bandwidth_gib: Any, field: str) -> Link:
 def _read_csv(content: str, origin: str) -> list[list[Any]]:
     reader = csv.reader(io.StringIO(content), strict=True)
     try:
-        lines = [(reader.line_num, cells) for cells in reader]
+        stripped = ((reader.line_num, [cell.strip() for cell in cells]) for cells in reader)
+        lines = [(line, cells) for line, cells in stripped if any(cells)]
     except csv.Error as error:
         problem = f"is not valid CSV at line {reader.line_num}: {error}"
         remedy = "Correct the quotes in this line"
         raise InputError("case.links", origin, problem, remedy) from error
-    header = [cell.strip() for cell in lines[0][1]] if lines else []
+    header = lines[0][1] if lines else []
     latency, bandwidth = header[2:] if len(header) == len(COLUMNS) else ("", "")
     ms_factor, gib_factor = LATENCIES.get(latency), BANDWIDTHS.get(bandwidth)
     if (*header[:2],) != COLUMNS[:2] or ms_factor is None or gib_factor is None:
@@ -161,7 +162,7 @@ def _read_csv(content: str, origin: str) -> list[list[Any]]:
         if len(cells) != len(COLUMNS):
             problem = "must have four cells"
             raise InputError(field, ",".join(cells), problem, f"Write {','.join(header)}")
-        latency_ms = ms_factor * fields.number(cells[2], f"{field}.{latency}")
+        latency_ms = ms_factor * fields.number(cells[2], f"{field}.{latency}", 0.0)
         bandwidth_gib = gib_factor * fields.number(cells[3], f"{field}.{bandwidth}")
         rows.append([*cells[:2], latency_ms, bandwidth_gib])
     return rows

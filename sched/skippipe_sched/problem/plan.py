@@ -139,10 +139,16 @@ class Plan:
         }
 
     def save(self, path: Path) -> None:
-        """Write the plan as JSON; replace the file only when the new one is complete."""
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        """Write the plan as JSON; replace a file only when the new one is complete.
+
+        A pipe or a device is written to, and a symbolic link still leads to its file.
+        """
+        replaces = path.is_file() or not path.exists()
+        target = Path(os.path.realpath(path)) if replaces else path
+        written = target.with_name(target.name + ".partial") if replaces else path
+        written.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+        if replaces:
+            os.replace(written, target)
 
 
 def stage_of_nodes(stages: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.fields import INT32_MAX
-from skippipe_sched.methods import METHODS, make_plan
+from skippipe_sched.methods import METHODS, balanced, make_plan
 from skippipe_sched.problem.case import Rules, parse_case
 from skippipe_sched.problem.plan import parse_plan
 from skippipe_sched.problem.rules import sequence_problem, violations
@@ -123,3 +123,14 @@ def test_balanced_uses_swaps_where_they_are_allowed():
 
     assert not any(swapped(0))
     assert any(swapped(1))
+
+
+@pytest.mark.parametrize("ends", ["budget", "interrupt"])
+def test_balanced_tries_as_many_paths_as_its_budget_pays_for(monkeypatch, ends):
+    """With a large case or after Ctrl-C it simulates no candidates, and takes the shortest hops."""
+    monkeypatch.setattr(balanced, "_cost", lambda *_: pytest.fail("a candidate is simulated"))
+    few = ends == "interrupt"
+    case = same_place([2, 2, 2], path_length=2, microbatches_per_data_node=4 if few else 150)
+    search = Search(budget_s=1.0)
+    search.end.interrupted = few
+    make_plan(case, "balanced", search)

@@ -178,7 +178,8 @@ def test_built_in_tables_link_all_their_locations(name):
     ],
 )
 def test_the_header_of_a_link_table_says_its_units(tmp_path, latency, bandwidth, link):
-    rows = f"location_a,location_b,{latency},{bandwidth}\nhere,there,20,100\n"
+    """Spaces around cells and empty lines, as in files written by hand, mean nothing."""
+    rows = f"location_a,location_b,{latency},{bandwidth}\n\nhere, there, 20, 100 \n,,,\n"
     (tmp_path / "mine.csv").write_text(rows, encoding="utf-8")
     case = parse_case(TWO_NODES | {"links": "mine.csv"}, tmp_path)
     found = case.link_table.link("here", "there")

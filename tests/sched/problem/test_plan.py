@@ -1,6 +1,7 @@
 """The plan as a file. test_methods.py shows that it is read as it was written."""
 
 import json
+import os
 
 from skippipe_sched.problem.plan import load_plan, microbatch_chain
 
@@ -45,3 +46,18 @@ def test_saving_replaces_a_plan(tmp_path):
     path.write_text("an older plan")
     planned(case_with(), ((0,), (1,)), ((0, 1),))[0].save(path)
     assert load_plan(path).microbatches == ((0, 1),)
+
+
+def test_a_plan_is_written_to_a_pipe_and_through_a_link_without_replacing_them(tmp_path):
+    plan, _ = planned(case_with(), ((0,), (1,)), ((0, 1),))
+    pipe, link = tmp_path / "pipe", tmp_path / "latest.json"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)
+    plan.save(pipe)
+    os.set_blocking(reader, False)
+    assert json.loads(os.read(reader, 100_000)) == plan.to_json()
+    os.close(reader)
+    link.symlink_to("first.json")
+    plan.save(link)
+    assert link.is_symlink()
+    assert load_plan(tmp_path / "first.json").microbatches == plan.microbatches
