@@ -118,6 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
     waiting = fields.integer(arguments.max_waiting, "--max-waiting", 0)
     drain_s = fields.number(arguments.drain_timeout, "--drain-timeout", 0.0)
     hosts = fields.integer(arguments.hosts, "--hosts", 1)
+    if hosts == 1 and arguments.coordinator is not None:
+        problem, remedy = "no other host would join the first", "Write the number of all hosts"
+        raise InputError("--hosts", hosts, problem, remedy)
     with loading():
         for module in ("starlette", "uvicorn", "prometheus_client"):
             require(module, "serve", "command", "serve")

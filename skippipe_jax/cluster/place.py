@@ -94,7 +94,7 @@ def _place_from_arguments(
 def _is_launched_with_others() -> bool:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or "1"
     # A batch script has tasks as well, but only in a step (srun) do they all run this program.
-    if "SLURM_STEP_NODELIST" in os.environ and int(tasks) > 1:
+    if "SLURM_STEP_NODELIST" in os.environ and tasks != "1":
         return True
     addresses = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
     return addresses is not None and "," in addresses

@@ -37,6 +37,7 @@ def test_variables_of_a_cluster_that_are_no_numbers_are_refused(monkeypatch: pyt
         (ONE_TPU, False, "independent"),
         ({}, True, "distributed"),
         (SLURM, False, "distributed"),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "two"}, False, "distributed"),  # JAX refuses it then.
         (POD, False, "distributed"),
     ],
 )

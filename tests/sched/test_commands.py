@@ -92,6 +92,10 @@ def test_a_search_begins_at_a_plan_of_the_same_stages(command, paper_plan, tmp_p
         code, _, error = command("plan", other, "--begin", path, "-o", tmp_path / "plan.json")
         assert code == 2
         assert problem in error
+    of_another = ["plan", PAPER, "--method", "full", "--begin", path, "-o", tmp_path / "plan.json"]
+    code, _, error = command(*of_another)
+    assert code == 2
+    assert "is a plan that --method full does not use. Use --method joint" in error
 
 
 def test_simulate(command, paper_plan):

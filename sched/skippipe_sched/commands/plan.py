@@ -148,7 +148,12 @@ def _plan_of(option: str, path: Path, cases: tuple[Case, ...], method: str) -> P
     if sizes != cases[0].stages:
         problem = f"its stages have sizes {list(sizes)}, unlike those of the case"
         raise InputError(option, str(path), problem, "Give a plan for a case with the same stages")
-    if option != "--placement" and not plan.fits(cases[0], path_length_of(method, cases[0])):
+    if option == "--placement":
+        return plan
+    if METHODS[method].module != "joint":
+        problem, remedy = f"is a plan that --method {method} does not use", "Use --method joint"
+        raise InputError(option, str(path), problem, remedy)
+    if not plan.fits(cases[0], path_length_of(method, cases[0])):
         problem = "its paths differ in number or length from those of the case"
         remedy = "Give a plan for a case with the same microbatches and path_length"
         raise InputError(option, str(path), problem, remedy)
