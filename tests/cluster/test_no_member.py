@@ -245,6 +245,8 @@ def test_a_host_that_comes_back_as_the_run_ends_does_not_wait_to_be_taken_in(
         place = Place(2, 3, parse_address("address", known), RUN)
         await asyncio.to_thread(again.enter, place, None, [known])
         again.request_admission(RULES, store)
+        while again._mesh.connected != {0, 1}:
+            await asyncio.sleep(0.02)
         leaving = asyncio.create_task(on_all(hosts, Membership.leave))
         await asyncio.to_thread(again._thread.join, 60.0)
         await leaving
