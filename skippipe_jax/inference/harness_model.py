@@ -153,8 +153,9 @@ class HarnessModel(LM):
         stops = settings.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
         limit = self.model.context - 1
-        name = next((one for one in NEW_TOKENS if settings.get(one) is not None), NEW_TOKENS[0])
-        count = min(fields.integer(int(settings.get(name, DEFAULT_NEW_TOKENS)), name, 1), limit)
+        given = {name: own for name in NEW_TOKENS if (own := settings.get(name)) is not None}
+        name, asked = next(iter(given.items()), (NEW_TOKENS[0], DEFAULT_NEW_TOKENS))
+        count = min(fields.integer(int(asked), name, 1), limit)
         greedy = not settings.get("do_sample", settings.get("temperature", 0) > 0)
         sampling = Sampling(
             temperature=0.0 if greedy else float(settings.get("temperature", 1.0)),

@@ -18,7 +18,7 @@ from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decoding import generate_tokens
 from skippipe_jax.inference.ensemble import Ensemble
-from skippipe_jax.inference.harness_model import HarnessModel
+from skippipe_jax.inference.harness_model import DEFAULT_NEW_TOKENS, HarnessModel
 from skippipe_jax.inference.model_source import load_model
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
@@ -215,6 +215,8 @@ def test_settings_of_a_task_count(run: Path):
     assert others[3] == others[4] != greedy
     with pytest.raises(InputError, match="max_gen_toks = 0: must be at least 1"):
         texts({"max_gen_toks": 0})
+    unlimited, _ = harness(run)._decode_request("a", {"max_gen_toks": None}, seed=0)
+    assert unlimited.max_new_tokens == min(DEFAULT_NEW_TOKENS, harness(run).model.context - 1)
 
 
 def test_a_continuation_beyond_the_context_is_refused(run: Path):
