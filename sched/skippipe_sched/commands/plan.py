@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from skippipe_sched.commands.output_files import require_writable, write
 from skippipe_sched.commands.search_options import add_search_arguments, progress
 from skippipe_sched.errors import InputError, loading
-from skippipe_sched.methods import DEFAULT_METHOD, METHODS, path_length_of
+from skippipe_sched.methods import DEFAULT_METHOD, METHODS, begins_from_plans, path_length_of
 from skippipe_sched.search.budget import DEFAULT_BOUND_BUDGET_S
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _plan_of(option: str, path: Path, cases: tuple[Case, ...], method: str) -> P
         raise InputError(option, str(path), problem, "Give a plan for a case with the same stages")
     if option == "--placement":
         return plan
-    if METHODS[method].module != "joint":
+    if not begins_from_plans(method):
         problem, remedy = f"is a plan that --method {method} does not use", "Use --method joint"
         raise InputError(option, str(path), problem, remedy)
     if not plan.fits(cases[0], path_length_of(method, cases[0])):

@@ -57,6 +57,11 @@ def path_length_of(method: str, case: Case) -> int:
     return len(case.stages) if method in ("full", "full-joint") else case.path_length
 
 
+def begins_from_plans(method: str) -> bool:
+    """Return whether a method can start its search from a known plan."""
+    return METHODS[method].module == "joint"
+
+
 def __getattr__(name: str) -> Any:
     """Load the functions that make plans on first access."""
     if name not in __all__:

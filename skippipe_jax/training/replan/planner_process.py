@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from skippipe_sched.methods import DEFAULT_METHOD, path_length_of
+from skippipe_sched.methods import DEFAULT_METHOD, begins_from_plans, path_length_of
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan, load_plan
 
@@ -174,7 +174,8 @@ class PlanSearch:
         commands: list[list[str]] = []
         for path, case in zip(self._cases, cases, strict=True):
             command = [*_plan_command(case, path, budget_s), "--seed", str(seed)]
-            if current.fits(case, path_length_of(DEFAULT_METHOD, case)):
+            fits = current.fits(case, path_length_of(DEFAULT_METHOD, case))
+            if fits and begins_from_plans(DEFAULT_METHOD):
                 current.save(Path(folder.name, "standing"))
                 option = "--improve" if budget_s <= IMPROVES_WITHIN_S else "--begin"
                 command += [option, str(Path(folder.name, "standing"))]
