@@ -157,8 +157,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--mix",
         metavar="{posterior,prior,top-1}",
-        help="weights: posterior, updated after each token; prior, constant; top-1, only the "
-        "model with the highest posterior (default: posterior)",
+        help="weights: posterior, updated after each token; prior, constant; top-1, only of the "
+        "highest posterior (default: posterior)",
     )
     several.add_argument(
         "--prior",

@@ -12,8 +12,8 @@ from skippipe_jax import log
 from skippipe_jax.cli.arguments import DEFAULT_CONFIG, add_config_arguments, config_of
 
 EPILOG = """\
-Without a plan, or with plan: auto, the estimate is for one machine with one device; for a case with
-open stages or path lengths, for the candidate that is best without a search.
+Without a plan, or with plan: auto, the estimate is for one device; for a case with open stages or
+path lengths, for the candidate that is best without a search.
 
 Without a case, --model 8b --devices 3x24GB prints the smallest number of stages that fits, or the
 number of devices that the model needs, and the memory that each remedy saves. Defaults:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = EPILOG
     add_config_arguments(parser, resumes=False)
-    about = "model preset, such as 8b, or hf:DIR, a Hugging Face model folder"
+    about = "model preset, such as 8b, or hf:DIR, a Hugging Face folder"
     parser.add_argument("--model", help=about)
     about = "devices with their memory, as 3x24GB or 2x80GB,24GB, or a case file"
     parser.add_argument("--devices", help=about)

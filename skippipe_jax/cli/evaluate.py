@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
         "Compute validation loss and perplexity of the full model and of partial models on "
-        "held-out text; for several models, of each model and of the mixture, by domain, on the "
-        "held-out text of the first model."
+        "held-out text; or, by domain, of several models and their mixture, on the held-out text "
+        "of the first model."
     )
     add_model_arguments(parser)
     parser.add_argument(
@@ -50,13 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=HELD_OUT_PARTS,
         help="held-out documents: all, or an ensemble's for priors or for scores (default: all)",
     )
-    partial = parser.add_argument_group("partial models", "Evaluated besides the full model.")
+    partial = parser.add_argument_group("partial models, evaluated besides the full model")
     partial.add_argument(
         "--keep-fraction",
         metavar="FRACTIONS",
-        help="fractions of the stages, as 1.0,0.75,0.5; for each, all subsets with the data stage",
+        help="fractions of the stages, as 1.0,0.75,0.5: all subsets with the data stage",
     )
-    about = "maximum subsets for each fraction, drawn at random"
+    about = "maximum subsets of each fraction, drawn at random"
     partial.add_argument("--subsets", type=int, default=DEFAULT_SUBSETS, help=about)
     partial.add_argument("--seed", type=int, default=0, help="seed of the draw of subsets")
     partial.add_argument("--paths", action="store_true", help="paths of the run's plan")
@@ -65,12 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     partial.add_argument("--importance", action="store_true", help="each stage skipped in turn")
     accept_old_names(parser, keep="--keep-fraction", stages="--num-stages")
     add_scale(partial, "also evaluate after scaling")
-    service = parser.add_argument_group("service", "Evaluate a model on a server.")
+    service = parser.add_argument_group("model on a server")
     service.add_argument(
         "--url",
         metavar="http://HOST:PORT/v1",
-        help="skippipe serve process that runs the model; --run or --hf then selects only the text "
-        "and its tokenizer",
+        help="skippipe serve process that runs the model; --run or --hf selects only text and "
+        "tokenizer",
     )
     about = "file with an API key in the first line"
     service.add_argument("--api-key-file", type=Path, metavar="FILE", help=about)

@@ -16,16 +16,15 @@ if TYPE_CHECKING:
 
 ACTIONS = TRAIN, EVALUATE, PROBE, PLAN, EXPORT = "train", "evaluate", "probe", "plan", "export"
 EPILOG = """\
-train      train missing seed models, probes and experts; score all domains; compare (default)
+train      train missing seed models, probes and experts; score all domains; compare
 evaluate   repeat the comparison from existing scores, and write results.json and results.svg
 probe      measure the difficulty of each domain, and propose lanes, steps and sizes
 plan       divide the nodes of `nodes.case` among the lanes of each arm
 export     write every expert as a Hugging Face model to FOLDER/huggingface
 
 An arm is an ensemble to compare. A lane is a sequence of domains: its first expert starts from the
-seed model, each later one from the previous expert. Ctrl-C saves a checkpoint of each run and
-stops; the same command continues. If the text, case or plan of a run has changed, the command lists
-these runs and trains nothing.
+seed model, each later one from the previous expert. Ctrl-C saves a checkpoint of each run; the same
+command continues. It trains nothing, and lists the runs, if their text, case or plan has changed.
 """
 
 
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ensembles of them (HDEE, arXiv 2502.19385)."
     )
     parser.epilog = EPILOG
-    about = f"one of {', '.join(ACTIONS)} (default: {TRAIN})"
+    about = f"one of those below (default: {TRAIN})"
     parser.add_argument("action", nargs="*", metavar="ACTION", help=about)
     about = "configuration file of the experts, YAML (required)"
     parser.add_argument("--config", type=Path, metavar="CONFIG", help=about)

@@ -26,7 +26,7 @@ NEXT = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = "Write a commented configuration file to edit."
-    about = "for one machine, several machines, or fine-tuning a pretrained model on one machine"
+    about = "for one machine, several, or fine-tuning a given model on one machine"
     parser.add_argument("--kind", choices=NEXT, default=next(iter(NEXT)), help=about)
     about, default = "new file", DEFAULT_CONFIG
     parser.add_argument("--output", type=Path, default=default, metavar="FILE", help=about)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from skippipe_jax.training.trainer import RunResult
 
 EPILOG = """\
-This host replaces the first failed host whose training text it has; a host without data nodes needs
-no text. If no host has failed, it joins as one of join.places extra hosts, if faster steps make up
-for the state transfer within join.horizon. If the run is full, it waits for cluster.rejoin_s.
+This host replaces the first failed host whose training text it has; one without data nodes needs no
+text. If none has failed, it joins as one of join.places extra hosts, if faster steps make up for
+the state transfer within join.horizon. If the run is full, it waits for cluster.rejoin_s.
 """
 
 INTERRUPTED = "interrupted; the run continues without this host"
@@ -28,8 +28,8 @@ INTERRUPTED = "interrupted; the run continues without this host"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Join a run as a replacement of a failed host or as an extra host, or a service as a host "
-        "of stages. This machine needs neither configuration nor run folder."
+        "Join a run in place of a failed host or as an extra host, or a service as a host of "
+        "stages. This machine needs neither configuration nor run folder."
     )
     parser.epilog = EPILOG
     add_addresses(parser)

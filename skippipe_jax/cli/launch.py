@@ -32,12 +32,11 @@ NEVER, RESUME, JOIN = "never", "resume", "join"
 
 EPILOG = f"""\
 --restart=resume restarts a host that a signal killed or that exited with code 75, with --resume if
-the run has begun. After a local error (code 1 and others), a host is restarted at most
---max-restarts times; every {FORGOTTEN_S / 60:g} min of running time restore one restart. The pause
-before a restart is {FIRST_PAUSE_S:g} s; it doubles each time that the host exits within a minute,
-to {LONGEST_PAUSE_S:g} s at most. A host is not restarted after code 0, 2, 130 or 143, after SIGINT
-or SIGTERM to this command, or after the end of training. While another host is down, code 75 counts
-as a local error.
+the run has begun. After a local error (code 1 and others, and 75 while another host is down), a
+host is restarted at most --max-restarts times; every {FORGOTTEN_S / 60:g} min of running time
+restore one restart. The pause before a restart is {FIRST_PAUSE_S:g} s; it doubles each time that
+the host exits within a minute, to {LONGEST_PAUSE_S:g} s at most. No host is restarted after code 0,
+2, 130 or 143, after SIGINT or SIGTERM to this command, or after the end of training.
 
 --restart=join is for hosts that cannot access run_dir: the host joins, as with skippipe join, with
 a folder of its own beside run_dir.
@@ -48,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
         "Start all N hosts of a run on this machine. If a host fails during startup, all are "
-        "stopped. After that, with cluster.runtime: independent, the run continues without hosts "
-        "that a signal kills."
+        "stopped. Later, with cluster.runtime: independent, the run continues without hosts that "
+        "a signal kills."
     )
     parser.epilog = EPILOG
     add_config_arguments(parser)
     parser.add_argument("--hosts", type=int, required=True, metavar="N", help="number of hosts")
-    about, choices = "restarts of failed hosts, see below", (NEVER, RESUME, JOIN)
+    about, choices = "restart failed hosts, see below", (NEVER, RESUME, JOIN)
     parser.add_argument("--restart", choices=choices, default=NEVER, help=about)
     about = "maximum restarts of a host after local errors"
     parser.add_argument("--max-restarts", type=int, default=MOST_FAULTS, metavar="N", help=about)

@@ -19,7 +19,7 @@ from skippipe_jax.cli.arguments import (
 
 EPILOG = """\
 Start the command on all hosts like skippipe train, with the same configuration; it uses the
-sections model, data and network. Keys that cannot be measured are read from plan.case or plan.file:
+sections model, data and network, and from plan.case or plan.file what cannot be measured:
 locations, stages or stage_count, path_length or skip_ratio,
 microbatches or microbatches_per_data_node, rules, memory, and the number of nodes.
 """

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = "Write an HTML page about a run: curves, timelines, links, idle nodes."
     add_path(parser, "--run", "folder of a run")
-    about = "HTML file (default: report.html in the folder of the run)"
+    about = "HTML file (default: report.html in the run folder)"
     parser.add_argument("-o", "--output", type=Path, help=about)
 
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "folder of a run, and a step or best, by validation loss (default: latest)"
     where.add_argument("--run", metavar="DIR[@STEP]", help=about)
     where.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face model folder")
-    about = "address to listen on; unless it is a loopback address, requires --api-key-file"
+    about = "address to listen on; other than loopback requires --api-key-file"
     parser.add_argument("--host", default="127.0.0.1", help=about)
     parser.add_argument("--port", type=int, default=8000, help="port; 0: any free port")
     about = "file with accepted API keys, one per line"
@@ -70,7 +70,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, default=DEFAULT_SLOTS, metavar="N", help=about)
     about = "maximum waiting sequences; more are rejected"
     parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help=about)
-    about = "time to finish answers after SIGTERM, in seconds"
+    about = "seconds to finish answers after SIGTERM"
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS", help=about)
 
 
@@ -87,8 +87,8 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="address of the first host; other hosts may join and leave at any time and need no "
-        "--run or --hf",
+        help="address of the first host; others may join and leave at any time and need no --run "
+        "or --hf",
     )
     about = "0 for the first host; others need no id"
     several.add_argument("--host-id", type=int, metavar="I", help=about)
@@ -106,7 +106,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         "--when-stage-lost",
         choices=WHEN_LOST,
         default=WHEN_LOST[0],
-        help="what sequences do while no host holds a stage: skip it, wait for it, or fail",
+        help="what sequences do while no host holds a stage: skip it, wait, or fail",
     )
 
 

@@ -19,7 +19,7 @@ EPILOG = """\
 This machine needs the secret of the run: --set cluster.secret=FILE, SKIPPIPE_SECRET_FILE or
 SKIPPIPE_SECRET. A run on a single host has no status.
 
-With http://HOST:PORT of a skippipe serve process as ADDRESS, show the status of the service.
+With http://HOST:PORT of skippipe serve as ADDRESS, show the status of the service.
 """
 
 WATCH_S = "2s"

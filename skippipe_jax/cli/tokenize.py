@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from skippipe_jax.data.tokenizer import Tokenizer
 
 EPILOG = """\
-DIR appears when its content is complete. Of a single document, the end is held out. Train with
-skippipe train --data DIR.
+DIR appears when it is complete. Of a single document, the end is held out.
 """
 
 
@@ -34,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", nargs="+", metavar="INPUT", help=about)
     about = "new folder"
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help=about)
-    about = "format of the inputs (default: jsonl or parquet by file name, else text)"
+    about = "format (default: jsonl or parquet by file name, else text)"
     parser.add_argument("--source", choices=("text", "jsonl", "parquet", "chat"), help=about)
     parser.add_argument("--text-field", default="text", help="key or column of the text")
     about = "date for chat templates that write one, such as 2026-11-22"
     parser.add_argument("--today", metavar="DAY", help=about)
-    about = "plain, chatml, llama3 or a Jinja file (default: the template of the tokenizer)"
+    about = "plain, chatml, llama3 or a Jinja file (default: the tokenizer's)"
     parser.add_argument("--chat-template", metavar="NAME", help=about)
     tokenizer = parser.add_mutually_exclusive_group()
     about = "tokenizer.json, a folder with one, or bytes"
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer-only", action="store_true", help="write only the tokenizer")
     about = "fraction of documents held out for evaluation"
     parser.add_argument("--held-out", type=float, default=0.05, metavar="FRACTION", help=about)
-    about = "seed of the hash that selects held-out documents"
+    about = "seed of the selection of held-out documents"
     parser.add_argument("--seed", type=int, default=0, help=about)
     about = "number of processes (default: one per core)"
     parser.add_argument("--num-workers", type=int, metavar="N", help=about)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from skippipe_jax.training.trainer import RunResult
 
 EPILOG = """\
-Under SLURM and on TPU pods, hosts are detected. Elsewhere, start one process for each host with
-these options, or set SKIPPIPE_COORDINATOR, SKIPPIPE_HOSTS and SKIPPIPE_HOST_ID; on one machine,
-skippipe launch does so.
+Under SLURM and on TPU pods, hosts are detected. Elsewhere, start one process per host with these
+options or SKIPPIPE_COORDINATOR, SKIPPIPE_HOSTS and SKIPPIPE_HOST_ID; on one machine, skippipe
+launch does so.
 """
 
 INTERRUPTED = "interrupted; the last checkpoint, if any, is kept"
@@ -45,13 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         metavar="PATH",
         help="training text: a file, folder or glob of text, JSON lines (also conversations) or "
-        "Parquet, or an output folder of skippipe tokenize; needs no --config",
+        "Parquet, or a folder from skippipe tokenize; needs no --config",
     )
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help=f"model preset, {', '.join(PRESETS)}; or hf:DIR, a Hugging Face model folder to "
-        "start from (default: as in the configuration, or tiny)",
+        help=f"model preset, {', '.join(PRESETS)}; or hf:DIR, a Hugging Face folder to start "
+        "from (default: as configured, or tiny)",
     )
     add_cluster_arguments(parser)
     add_log_level(parser)

@@ -21,34 +21,32 @@ class ClusterConfig(Section, name="cluster"):
     """Assignment of nodes to hosts, connections between hosts, and failure detection.
 
     Attributes:
-        host_of_node: host that serves each node. null: nodes in order, evenly distributed over the
-            hosts.
+        host_of_node: host that serves each node. null: nodes in order, evenly distributed.
         runtime: `independent`: every host runs its own JAX, and hosts exchange arrays through
             transfer servers. `distributed`: one JAX (`jax.distributed`) spans all hosts. `auto`:
             `distributed` under SLURM, on TPU pods and with `--distributed`, else `independent`.
         heartbeat_timeout_s: seconds of silence until a host counts as failed. In `independent`
             mode, hosts reconnect after a third of it.
         connect_timeout_s: seconds for all hosts to connect at startup; also the longest that a
-            finished host waits for the others.
-        rejoin_s: in `independent` mode, seconds that hosts wait for a majority, or for admission
-            when they rejoin, before they exit with code 75.
-        grace_s: in `independent` mode, seconds after SIGTERM for handing over state that only this
-            host holds. A graceful leave takes up to two steps.
-        bind_address: IP address on which this host listens. Hosts share the configuration, so set
-            each host's own in the environment variable SKIPPIPE_BIND_ADDRESS, which takes
-            precedence. null: the address that connects it with host 0.
-        transfer_port: base port p. Of N hosts, host i listens on port p + iN + j for transfers to
-            host j and, except host 0, on p + iN + i for messages. For host k >= N of `join.places`,
-            all use the ports p + kk to p + kk + 2k. Arrays themselves always use free ports. null:
-            all ports are free ones.
-        secret: file with the run's secret, from `skippipe keygen FILE`, which every host needs. It
-            authenticates hosts and encrypts their messages. The environment variable
-            SKIPPIPE_SECRET_FILE, a path, takes precedence, and SKIPPIPE_SECRET, the secret itself,
-            over both. null: loopback addresses only.
-        insecure: allow other than loopback addresses without a secret: anyone who can reach them
-            can join the run. A secret in the environment takes precedence.
-        insecure_transfers: allow hosts with a secret to listen on public addresses. Transfers are
-            not encrypted: set this only where a tunnel or a firewall protects these addresses.
+            finished host waits for others.
+        rejoin_s: in `independent` mode, seconds that hosts wait for a majority, or for readmission,
+            before they exit with code 75.
+        grace_s: in `independent` mode, seconds after SIGTERM to hand over state that only this host
+            holds. A graceful leave takes up to two steps.
+        bind_address: IP address on which this host listens. SKIPPIPE_BIND_ADDRESS in the
+            environment of a host takes precedence. null: the address that connects it with host 0.
+        transfer_port: base port p: of N hosts, host i listens on port p + iN + j for transfers to
+            host j and, except host 0, on p + iN + i for messages. For an extra host k >= N
+            (`join.places`), all use ports p + kk to p + kk + 2k. Arrays always use free ports.
+            null: all ports are free ones.
+        secret: file with the run's secret, from `skippipe keygen FILE`, which authenticates hosts
+            and encrypts messages. In the environment, SKIPPIPE_SECRET_FILE, a path, takes
+            precedence, and SKIPPIPE_SECRET, the secret itself, over both. null: loopback addresses
+            only.
+        insecure: without a secret, allow other than loopback addresses: anyone who can reach them
+            can join the run.
+        insecure_transfers: with a secret, allow public addresses. Transfers are not encrypted: set
+            this only where a tunnel or a firewall protects these addresses.
     """
 
     host_of_node: tuple[int, ...] | None = None
@@ -119,10 +117,9 @@ class JoinConfig(Section, name="join"):
     """Admission of hosts to a run in `independent` mode.
 
     Attributes:
-        places: maximum number of additional hosts; each serves a replica of a stage.
+        places: maximum number of extra hosts; each serves a replica of a stage.
         horizon: seconds in which shorter steps must save more time than the transfer of the stage's
-            state stalls the run. Otherwise the host does not join, unless a single host serves the
-            stage.
+            state costs. Otherwise a host does not join, unless a single host serves the stage.
     """
 
     places: Annotated[int, Whole(0, MAX_EXTRA_HOSTS)] = 4
@@ -138,18 +135,18 @@ REWIND, BUDDY, AVERAGE, SKIP, STOP = LOST_STAGE = Choice(
 class RecoveryConfig(Section, name="recovery"):
     """Recovery of a run in `independent` mode after hosts have failed.
 
-    Where every stage still has a replica, the remaining hosts take over the paths of the failed
-    ones immediately.
+    Where every stage still has a replica, the remaining hosts take over the failed ones' paths
+    immediately.
 
     Attributes:
         lost_stage: policy for a stage without replica. `rewind`: all stages return to the last
             checkpoint. `buddy`: the stage continues from an older copy on a host of another stage.
-            `average`: it becomes the mean of its neighbors, weighted by their gradient norms.
-            `skip`: paths bypass it until a host serves it again, from the last checkpoint. `stop`:
-            the run ends. Only `rewind` is exact. It replaces `buddy` if the copy is lost too;
-            `average` for the first stage, the last stage, and a stage whose number of blocks
-            differs from its neighbors'; `skip` for the first stage, and before the first
-            checkpoint. With `averaging.mode: outer` only `rewind` and `stop` are allowed.
+            `average`: it becomes the mean of its neighbors, weighted by gradient norms. `skip`:
+            paths bypass it until a host serves it again, from the last checkpoint. `stop`: the run
+            ends. Only `rewind` is exact. It replaces `buddy` if the copy is lost too; `average` for
+            the first stage, the last, and one whose number of blocks differs from its neighbors';
+            `skip` for the first stage, and before the first checkpoint. In `outer` mode only
+            `rewind` and `stop` are allowed.
         buddy_every: with `buddy`, copy the states every N steps, spread over the next N.
     """
 
@@ -162,14 +159,14 @@ class ReplanConfig(Section, name="replan"):
     """Replanning of a run in `independent` mode after its hosts have changed.
 
     The run continues with a repair plan, while one host searches for a better one, which may move
-    stages to other nodes.
+    stages.
 
     Attributes:
         budget_s: time limit of a search in seconds, without compilation. 0: never search.
         gain: accept a plan only if it shortens the step by more than this fraction, and saves more
             time in the rest of the run than moving states takes.
-        drift: also search if the median time of a few steps differs from the plan's by more than
-            this fraction, with measured computation times. null: never.
+        drift: also search, with measured computation times, if the median time of a few steps
+            differs from the plan's by more than this fraction.
     """
 
     budget_s: NonNegative = DEFAULT_BUDGET_S

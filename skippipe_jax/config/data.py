@@ -176,7 +176,7 @@ class MixtureConfig:
         path: as `data.path`.
         text_field: as `data.text_field`.
         weight: share of the sequences, relative to other sources.
-        name: name of the domain. null: the last part of the path that is not a pattern, or else the
+        name: name of the domain. null: the last part of the path that is not a pattern, or the
             kind, with a number if taken.
     """
 
@@ -192,21 +192,21 @@ class DataConfig(Section, name="data"):
     """Text to train on, and how it is split into sequences.
 
     Attributes:
-        source: ``text``: a document per file; ``jsonl`` or ``parquet``: a document per line or row,
-            in `text_field`; ``chat``: a conversation per line of JSON, trained on the assistant's
-            messages; ``tokens``: a folder written by `skippipe tokenize`; ``python``: Python's
-            standard library; ``mixture``: the sources in `mixture`.
-        path: a file, a folder (without its hidden files) or a glob. Except for ``tokens`` also a
-            URL that fsspec supports.
+        source: ``text``: a document per file; ``jsonl`` or ``parquet``: one per line or row, in
+            `text_field`; ``chat``: a conversation per line of JSON, trained on the assistant's
+            messages; ``tokens``: a folder from `skippipe tokenize`; ``python``: Python's standard
+            library; ``mixture``: the sources in `mixture`.
+        path: a file, a folder (without its hidden files) or a glob; except for ``tokens`` also a
+            URL for fsspec.
         text_field: key of ``jsonl`` or column of ``parquet`` with the text.
         mixture: weighted sources, each with its own epochs.
         tokenizer: ``bytes``, or the path of a tokenizer.json or its folder. null: that of the
-            ``tokens``, or else ``bytes``.
-        chat_template: template for conversations, instead of the tokenizer's: the path of a Jinja
-            file; ``chatml`` or ``llama3``, whose tokens the tokenizer must have; or ``plain``,
-            which needs only its begin and end tokens. The run saves it.
-        today: date in chat templates that write one, such as 2026-11-22, also in a resume or an
-            evaluation. null: templates get no date, and some write a fixed one.
+            ``tokens``, or ``bytes``.
+        chat_template: template for conversations, instead of the tokenizer's: a Jinja file;
+            ``chatml`` or ``llama3``, whose tokens the tokenizer must have; or ``plain``, which
+            needs only its begin and end tokens. The run saves it.
+        today: date such as 2026-11-22 for chat templates that write one. null: templates get no
+            date, and some write a fixed one.
         packing: ``windows``: documents are concatenated and cut into sequences; ``documents``:
             sequences are filled with whole documents, and attention stays within each.
         too_long: with ``packing: documents``, treatment of documents longer than a sequence:
@@ -214,8 +214,8 @@ class DataConfig(Section, name="data"):
             tokens; or ``drop``. null: drop conversations, split others.
         sequence_length: tokens in a sequence.
         microbatch_size: sequences in a microbatch.
-        held_out: fraction of the documents for evaluation; of a single document, the fraction at
-            its end. For ``tokens``, `skippipe tokenize` has fixed it.
+        held_out: fraction of the documents for evaluation, or of a single document, at its end. For
+            ``tokens``, `skippipe tokenize` has fixed it.
         shuffle_seed: seed of the order of training and of the held-out documents.
     """
 

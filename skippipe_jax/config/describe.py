@@ -21,7 +21,7 @@ from skippipe_jax.config.run import Config
 
 # One attribute in a docstring: its name and its description, on this line and the ones below.
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.M)
-NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "mapping"}
+NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", dict: "mapping"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,19 +78,18 @@ ONE_DEVICE = NodeMesh()
 class NodeConfig(Section, name="node"):
     """Devices of a node: a mesh of `fsdp` times `tensor` devices of its host.
 
-    `node: auto` is short for `node: {fsdp: null}`. A node in a case may have its own `mesh`, such
-    as `{fsdp: 2, tensor: 1}`. A host assigns its devices to its nodes in order, and starts over
-    when they run out.
+    `node: auto` is short for `node: {fsdp: null}`. A node in a case may have its own `mesh`. A host
+    assigns its devices to its nodes in order, and starts over when they run out.
 
     Attributes:
         fsdp: devices over which arrays, gradients and optimizer state of a stage are sharded along
             the width. Each computes some sequences of a microbatch or, if there are too few, some
-            tokens. null: all devices that the host has for each node.
+            tokens. null: all of the host's devices, divided among its nodes.
         tensor: devices that share attention heads, feed-forward layer and vocabulary and, between
             blocks, the tokens.
         gather: gather weights sharded by `fsdp` once an `iteration`, until whose end each device
-            holds them whole; or layer by layer for every `microbatch`. `auto`: once an iteration if
-            the case's `memory_bytes` allow it or are not set.
+            holds them whole; or layer by layer for every `microbatch`. `auto`: once an iteration,
+            if the case's `memory_bytes` allow it or are not set.
     """
 
     SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"fsdp": None}}
@@ -137,22 +136,21 @@ class NetworkConfig(Section, name="network"):
     `network: emulate` is short for `network: {mode: emulate}`.
 
     Attributes:
-        mode: `emulate`: every hop is delayed by the case's latency, bandwidth and overhead, hops on
-            one directed link follow one another, and averaging takes the predicted seconds.
+        mode: `emulate`: hops take the case's latency, bandwidth and overhead, one at a time on a
+            directed link, and averaging takes the predicted seconds.
         emulate_compute: with `emulate`, operations take at least the case's seconds.
         jitter: with `emulate`, operations, hops and averaging take 1 + x times as long, x being
             exponential with this mean, drawn for each step from the seed.
         averaging: sum a stage's gradients by a JAX `collective`, or in chunks around a `ring`.
-            `auto`: the ring in `independent` mode (`cluster.runtime`), and where a link between
-            hosts has less than 1 GiB/s. With `averaging.mode: outer`, for the first, exact steps
-            only.
+            `auto`: the ring in `independent` mode, and where a link between hosts has less than 1
+            GiB/s. In `outer` mode, for `averaging.exact_steps` only.
         activation_dtype: type of activations in transfers. `int8` has one scale for 128 channels of
             a token. null: as computed.
         gradient_dtype: type of gradients of activations in transfers. null: as activations.
         gradient_rounding: rounding of gradients to `int8`; `stochastic` keeps the mean exact.
         averaging_dtype: `bfloat16` rounds gradients and partial sums in each step of the ring,
-            except between replicas that share a device. With `averaging.mode: outer`, for the
-            first, exact steps only. null: no rounding.
+            except between replicas that share a device. In `outer` mode, for
+            `averaging.exact_steps` only. null: no rounding.
         deadline_s: seconds to wait for a transfer from another host before the run ends.
     """
 

@@ -130,7 +130,7 @@ class RopeScaling(Section, name="model.rope_scaling"):
         factor: multiplier of long wavelengths.
         low_frequency_factor: wavelengths above `original_context` divided by this are long.
         high_frequency_factor: wavelengths below `original_context` divided by this stay unchanged;
-            those in between are interpolated.
+            others are interpolated.
         original_context: context length of the pretraining.
     """
 
@@ -166,34 +166,32 @@ class ModelConfig(Section, name="model"):
     """Shape and numerics of the model.
 
     Attributes:
-        preset: set of shapes, for those that neither this section nor `init_from` sets. null: none.
-        vocabulary_size: tokens in the vocabulary; by default that of the tokenizer.
+        preset: shapes that neither this section nor `init_from` sets.
+        vocabulary_size: tokens in the vocabulary; by default the tokenizer's.
         width: width of the residual stream.
-        layers: number of transformer blocks.
-        heads: attention heads, each of width `width / heads`.
-        kv_heads: key and value heads; each serves `heads / kv_heads` query heads.
+        layers: transformer blocks.
+        heads: attention heads.
+        kv_heads: key and value heads (grouped-query attention).
         ffn_width: inner width of the feed-forward layer.
         context: maximum sequence length, in tokens.
         rope_theta: base of the rotary wavelengths.
-        rope_scaling: Llama 3's scaling of the wavelengths. null: none.
+        rope_scaling: Llama 3's scaling of the wavelengths.
         tied_head: use the embedding as the head.
         norm_epsilon: constant added to mean squares.
-        initial_deviation: standard deviation of initial matrices and embedding. null: 1 /
-            sqrt(width).
+        initial_deviation: standard deviation of initial matrices and embedding. null:
+            1/sqrt(width).
         stage_layers: blocks of each stage. null: distributed evenly.
-        parameter_dtype: type of the parameters. bfloat16 is rounded stochastically, so that small
-            updates add up.
+        parameter_dtype: type of the parameters; bfloat16 is rounded stochastically.
         compute_dtype: type of activations and their gradients.
-        matmul_precision: precision of matrix products, in JAX's names: `default` is the device's
+        matmul_precision: precision of matrix products, as in JAX: `default` is the device's
             fastest, often below float32.
-        recompute: what the backward pass recomputes (activation checkpointing): `none`; `block`,
-            each block from its input; `stage`, the whole stage from its input. Others also save, of
-            each block: `save_only_attention` the outputs of attention,
-            `dots_with_no_batch_dims_saveable` the products with weights,
-            `offload_dot_with_no_batch_dims` these in host memory.
-        attention: `xla` holds all scores at once; `blockwise` computes them block by block; `cudnn`
-            is the fused kernel of NVIDIA GPUs, `splash` that of TPUs. `auto`: `xla` for up to 256
-            tokens, else the device's kernel if the shapes fit, else `blockwise`.
+        recompute: activation checkpointing: the backward pass recomputes `none`; each `block`, or
+            the whole `stage`, from its input; or each block except its saved outputs of attention
+            (`save_only_attention`), products with weights (`dots_with_no_batch_dims_saveable`), or
+            these in host memory (`offload_dot_with_no_batch_dims`).
+        attention: `xla` holds all scores at once; `blockwise` computes them in blocks; `cudnn` and
+            `splash` are fused kernels of NVIDIA GPUs and TPUs. `auto`: `xla` for up to 256 tokens,
+            else the device's kernel if the shapes fit, else `blockwise`.
     """
 
     preset: Annotated[str, Choice(PRESETS)] | None = None

@@ -34,24 +34,22 @@ Decay = Annotated[float, Real(end=1.0)]
 
 @dataclass(frozen=True)
 class AveragingConfig(Section, name="averaging"):
-    """Averaging of a stage's replicas: `exact` gradients or `outer` mode.
-
-    All keys except `mode` apply to `outer` only.
+    """Averaging of a stage's replicas. All keys except `mode` apply to `outer` only.
 
     Attributes:
-        mode: `exact`: gradients are averaged in every step. `outer`: replicas take local steps, and
-            their outer gradients are averaged in the background (streaming DiLoCo), which changes
-            the trained model.
+        mode: `exact`: average gradients in every step. `outer`: replicas take local steps, and
+            average outer gradients in the background (streaming DiLoCo), which changes the trained
+            model.
         every: steps in which all parameters are averaged once.
         fragments: parts that are averaged one by one in these steps. Every stage needs at least as
             many blocks.
-        delay: steps between sending a fragment and applying its average. 0: the next step begins
-            after that.
-        dtype: type of outer gradients in transfers; `int8` has one scale for 128 numbers. The
-            rounding error is added to the next outer gradient.
+        delay: steps between sending a fragment and applying its average. 0: the next step waits for
+            it.
+        dtype: type of outer gradients in transfers; `int8` has one scale for 128 numbers. Rounding
+            errors are added to the next outer gradient.
         rate: learning rate of the outer optimizer, SGD with Nesterov momentum.
         momentum: momentum of the outer optimizer.
-        exact_steps: number of first steps in `exact` mode.
+        exact_steps: first steps in `exact` mode.
     """
 
     mode: Annotated[str, Choice(MODES)] = EXACT.mode
@@ -149,10 +147,9 @@ class OptimizerConfig(Section, name="optimizer"):
 
     Attributes:
         name: `muon` updates matrices of blocks by their orthogonalized momentum, all else by AdamW;
-            replicas of a stage on different kinds of devices then drift apart.
+            replicas on different kinds of devices then drift apart.
         learning_rate: peak learning rate.
-        schedule: `cosine` decays after the warmup. `warmup-stable-decay` decays in the last part
-            only.
+        schedule: `cosine` decays after the warmup, `warmup-stable-decay` in the last part only.
         warmup_steps: steps until the peak learning rate.
         decay_steps: steps until the lowest learning rate. null: `train.steps`.
         decay_fraction: fraction of `decay_steps` over which `warmup-stable-decay` decays.
@@ -163,15 +160,14 @@ class OptimizerConfig(Section, name="optimizer"):
         beta1: decay of the mean of gradients.
         beta2: decay of the mean of squared gradients.
         epsilon: constant added to the root of the mean of squared gradients.
-        weight_decay: weight decay of matrices; not of norm scales and biases.
+        weight_decay: weight decay of matrices, not of norm scales and biases.
         decay_embeddings: decay the embedding, and a head tied to it.
         decay_head: decay the head.
         moment_dtype: type of both moments; bfloat16 is rounded stochastically.
         state_memory: memory that holds the moments between updates.
         clip_norm: maximum norm of the gradients over all stages. null: no clipping.
-        skip_above_norm: skip an update whose gradient norm, before clipping, exceeds this or is not
-            finite: parameters, moments and schedule stay. null: a loss or gradient that is not
-            finite ends the run.
+        skip_above_norm: skip an update, schedule included, whose gradient norm before clipping
+            exceeds this or is not finite. null: a loss or gradient that is not finite ends the run.
         z_loss: coefficient of the mean of log(Z)^2 over target tokens, Z being the softmax's
             normalizer. It keeps logits small, and is reported apart from the loss.
     """

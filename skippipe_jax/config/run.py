@@ -47,11 +47,11 @@ class CheckpointConfig(Section, name="checkpoint"):
 
     Attributes:
         every: save a checkpoint every N steps.
-        keep: keep the last N checkpoints. Use 2 or more if hosts may fail.
-        keep_every: keep every N-th step's checkpoint permanently. null: none.
+        keep: keep the last N checkpoints, 2 or more if hosts may fail.
+        keep_every: keep every N-th step's checkpoint permanently.
         copy_to: URL of a folder (``gs://``, ``s3://``, ``file://``, others of fsspec) for
-            background copies of checkpoints and the run's files. If the run directory is lost, the
-            run resumes from it.
+            background copies of checkpoints and the run's files, from which the run resumes if the
+            run directory is lost.
     """
 
     every: Count = 50
@@ -69,16 +69,16 @@ class CheckpointConfig(Section, name="checkpoint"):
 
 @dataclass(frozen=True)
 class PlanConfig(Section, name="plan"):
-    """Source of the plan: a plan file, a case to plan for at startup, or a measurement.
+    """Source of the plan: a file, a case to plan for at startup, or a measurement.
 
-    `plan: auto` is short for `plan: {measure: true}`; a single host without a plan uses it too.
+    `plan: auto` is short for `plan: {measure: true}`, the default on a single host.
 
     Attributes:
         file: path of a plan (JSON).
-        case: a case: the path of a YAML file, or the case itself, whose link table lies beside the
-            config file. If omitted or `auto`, `activation_bytes`, `stage_bytes` and `averaging`
-            follow from the configuration; `memory: auto` follows from `memory_bytes`, too.
-        measure: measure links, computation times, sizes and memory at startup and plan for them.
+        case: case to plan for: a YAML file or the case itself, whose link table lies beside the
+            config file. `activation_bytes`, `stage_bytes` and `averaging`, if omitted or `auto`,
+            follow from the configuration, as does `memory: auto` from `memory_bytes`.
+        measure: measure links, computation times, sizes and memory at startup, and plan for them.
             The case, or that of `file`, then supplies only locations, stages, path lengths,
             microbatches and rules.
         method: planning method.
@@ -114,14 +114,14 @@ class Phase:
     """Part of training with its own paths, which lasts until the next phase begins.
 
     Attributes:
-        from_step: number of steps before the phase.
-        path_length: number of stages of a path. null: as in the case.
-        path_share: fraction of all stages that a path visits, rounded up; replaces `path_length`.
-        max_swaps: maximum number of swaps in a path. null: as in the case.
-        from_share: fraction of `optimizer.decay_steps`, or else of `train.steps`, before the phase;
-            replaces `from_step`.
-        skipping: fraction of the phase's steps that use its paths. In the others, spread evenly,
-            all microbatches visit all stages in order.
+        from_step: steps before the phase.
+        path_length: stages of a path. null: as in the case.
+        path_share: replaces `path_length`: a fraction of all stages, rounded up.
+        max_swaps: maximum swaps in a path. null: as in the case.
+        from_share: replaces `from_step`: a fraction of `optimizer.decay_steps` or, if null, of
+            `train.steps`.
+        skipping: fraction of steps that use the phase's paths. In the others, spread evenly, all
+            microbatches visit all stages in order.
     """
 
     from_step: Annotated[int, Whole(0)] = 0
@@ -157,16 +157,15 @@ class RecipeConfig(Section, name="recipe"):
     """Schedule of path changes during a run.
 
     Attributes:
-        preset: measured phases. `quality`: all microbatches visit all stages in the last 60% of
-            training; best for the full model. `robust`: every second step of that part uses paths
-            of half of the stages; best for inference with missing stages.
-        full_every: in every N-th step, all microbatches visit all stages in order. null: never.
-        phases: parts of training with their own paths. Before the first one, and with null: the
-            plan's paths.
-        redraw_every: switch to the next redrawn plan every N steps. null: never.
-        redraws: number of plans for each phase, each with another seed.
-        longest_redraw: drop redrawn plans whose step takes longer than this multiple of the best
-            one's. null: keep all.
+        preset: measured phases for the last 60% of training. `quality`: all microbatches visit all
+            stages; best for the full model. `robust`: every second step uses paths of half of the
+            stages; best for inference with missing stages.
+        full_every: in every N-th step, all microbatches visit all stages in order.
+        phases: parts of training with their own paths. Before the first one: the plan's paths.
+        redraw_every: switch to the next redrawn plan every N steps.
+        redraws: plans for each phase, each with another seed.
+        longest_redraw: drop redrawn plans whose step takes longer than the best one's times this.
+            null: keep all.
     """
 
     preset: Annotated[str, Choice(PRESETS)] | None = None
@@ -274,9 +273,9 @@ class TrainConfig(Section, name="train"):
     """Length of training, and the port for metrics.
 
     Attributes:
-        steps: total number of steps, with those before a resume.
-        metrics_port: host I serves Prometheus metrics at port metrics_port + I, on the address on
-            which it listens for other hosts. null: none.
+        steps: total steps, with those before a resume.
+        metrics_port: host I serves Prometheus metrics at port metrics_port + I, on the address
+            where other hosts reach it.
     """
 
     steps: Count = 100
@@ -285,13 +284,12 @@ class TrainConfig(Section, name="train"):
 
 @dataclass(frozen=True)
 class LogConfig(Section, name="log"):
-    """Outputs of a run in addition to metrics.jsonl; trackers receive the same lines.
+    """Outputs of a run in addition to metrics.jsonl.
 
     Attributes:
         tensorboard: write event files to RUN/tensorboard.
-        wandb: project on Weights & Biases. null: none.
+        wandb: project on Weights & Biases.
         profile_steps: steps, counted from 1, of which JAX's profiler writes traces to RUN/profile.
-            null: none.
     """
 
     tensorboard: bool = False
@@ -311,11 +309,9 @@ class ValidationConfig(Section, name="validation"):
     qualify, so make `every` a multiple of `checkpoint.every`.
 
     Attributes:
-        every: validate every N steps and after the last step. null: never.
-        sequences: number of held-out sequences, rounded up to whole microbatches; all if there are
-            fewer.
-        patience: end the run after this number of validations in a row without improvement. null:
-            train all steps.
+        every: validate every N steps and after the last one.
+        sequences: held-out sequences, rounded up to whole microbatches; all if there are fewer.
+        patience: end the run after this number of validations in a row without improvement.
     """
 
     every: Count | None = None
@@ -332,19 +328,20 @@ class ValidationConfig(Section, name="validation"):
 
 @dataclass(frozen=True)
 class Config(Section, name=""):
-    """All settings of a run. Relative paths start at the current directory.
+    """Settings of a run. Relative paths start at the current directory.
 
     Attributes:
-        run_dir: folder for the files of the run.
+        run_dir: folder of the run's files.
         seed: seed of the initial parameters.
-        init_from: initial parameters, tokenizer and shapes of `model`: `hf:DIR`, a Hugging Face
-            folder; `run:DIR@STEP`, a checkpoint of another run; `run:DIR`, its newest one. Of the
-            shapes, only a shorter context may be set beside it. null: initialize from the seed.
+        init_from: source of initial parameters, tokenizer and shapes of `model`: `hf:DIR`, a
+            Hugging Face folder; `run:DIR` or `run:DIR@STEP`, the newest or another checkpoint of a
+            run. Of the shapes, only a shorter context may be set too. null: initialize from the
+            seed.
         execution: `strict`: every node keeps to the plan's order, and repeated runs are bitwise
-            equal. `ready-first`: a node runs the earliest operation whose inputs have arrived; sums
-            are rounded in the order of arrival.
-        trace: `never`, or `every N`: record and plot the timeline of every N-th step.
-        compilation_cache: folder of compiled programs, shared between runs. null: no cache.
+            equal. `ready-first`: a node runs the earliest operation whose inputs have arrived;
+            rounding depends on the order of arrival.
+        trace: `every N`: record and plot the timeline of every N-th step.
+        compilation_cache: folder of compiled programs, shared by runs. null: no cache.
         model: shape and numerics of the model.
         plan: source of the plan, which assigns nodes to stages and paths to microbatches.
         recipe: several plans in one run.

@@ -55,7 +55,7 @@ def test_every_default_is_told_as_yaml_has_it():
 
 def test_keys_are_told_in_words():
     told = describe_keys()
-    assert "train.steps = 100\n    whole number: total number of steps" in told
+    assert "train.steps = 100\n    integer: total steps" in told
     assert 'model.recompute = "none"\n    one of none, dots_with_no_batch_dims_saveable, ' in told
     assert "recipe.phases.from_step = 0\n" in told
     assert len(told.splitlines()) == 2 * sum(len(section.keys) for section in sections())

@@ -12,7 +12,7 @@ from skippipe_sched.errors import InputError, loading
 from skippipe_sched.methods import METHODS
 
 DESCRIPTION = """\
-Plan a case by several methods, and compare the plans: seconds of an iteration, its pipeline and
+Plan a case by several methods. Print for each plan: seconds of an iteration, its pipeline and
 averaging, ratio to the method full, traffic between locations, use of the busiest link, idle time
 of nodes, and gap to the lower bound. Ctrl-C ends the current search.
 """
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = DESCRIPTION
     add = parser.add_argument
-    add("case", type=Path, help="case, a YAML file")
+    add("case", type=Path, help="YAML file")
     about = "methods to compare (default: all)"
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help=about)
     add_search_arguments(parser)

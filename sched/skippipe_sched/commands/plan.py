@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = DESCRIPTION
     add = parser.add_argument
-    add("case", type=Path, help="case, a YAML file")
+    add("case", type=Path, help="YAML file")
     add("-o", "--output", type=Path, required=True, help="file for the plan")
     about = "planning method (default: %(default)s)"
     add("--method", choices=METHODS, default=DEFAULT_METHOD, help=about)
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--compiled", action="store_true",
         help="wait until joint is compiled, also with a budget of 2 s or less, and write no "
-        "earlier plan: the plan then does not depend on previous searches on the machine",
+        "earlier plan, so that the plan does not depend on previous searches on the machine",
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = DESCRIPTION
     add = parser.add_argument
-    add("plan", type=Path, help="plan, a JSON file")
+    add("plan", type=Path, help="JSON file")
     add("-o", "--output", type=Path, metavar="SVG", help="Gantt chart")
     add("--flows", type=Path, metavar="SVG", help="map of the traffic on links")
     add("--paths", type=Path, metavar="SVG", help="paths of the microbatches")

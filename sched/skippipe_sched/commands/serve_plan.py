@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 DESCRIPTION = """\
-Plan a service: the stages of each host, and the routes of sequences. Print both, and predictions of
-tokens per second and of seconds per token, each with a bound that no placement can beat.
+Plan a service: the stages of each host, and the routes of sequences. Print both, and tokens per
+second and seconds per token as predicted, each with a bound that no placement can beat.
 """
 
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = DESCRIPTION
     add = parser.add_argument
-    add("case", type=Path, help="case of a service, a YAML file")
+    add("case", type=Path, help="YAML file")
     add(
         "--objective", choices=("tokens_per_s", "seconds_per_token"), default="tokens_per_s",
         help="maximize tokens per second of all groups, or minimize seconds per token of one "

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = DESCRIPTION
     add = parser.add_argument
-    add("plan", type=Path, help="plan, a JSON file")
+    add("plan", type=Path, help="JSON file")
     add(
         "--contention", choices=("none", "link", "node"),
         help="transfers that are sequential: none; link: those on one link; node: also those of a "
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--jitter", type=float, metavar="FRACTION",
-        help="also replay, each hop and operation taking longer by an exponentially distributed "
-        "fraction with this mean; print median and 95th percentile",
+        help="also replay, hops and operations taking longer by exponentially distributed "
+        "fractions with this mean; print median and 95th percentile",
     )  # fmt: skip
     about = "number of replays with --jitter (default: %(default)s)"
     add("--draws", type=int, default=200, help=about)

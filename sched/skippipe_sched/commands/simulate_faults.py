@@ -27,11 +27,11 @@ MAX_FAULTS, MAX_SEEDS, MAX_DOUBLINGS = 10_000_000, 1000, 20
 DAY_S = 86400.0
 DESCRIPTION = "\n".join(
     [
-        "Simulate a run whose hosts, with one node each, fail at random and return. Print the",
-        "goodput, useful microbatches as a fraction of a run without faults, by policy:",
+        "Simulate a run whose hosts, of one node each, fail at random and return. Print the",
+        "goodput, useful microbatches relative to a run without faults, by policy:",
         *(f"  {name:<8} {policy.about}" for name, policy in POLICIES.items()),
-        "All policies except restart continue without failed hosts while every stage has a live",
-        "host. All see the same faults.",
+        "All but restart continue without failed hosts while every stage has a live host.",
+        "All see the same faults.",
     ]
 )
 
@@ -41,17 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     # Otherwise argparse takes -5h for an option, and reports that the time before it is missing.
     parser._negative_number_matcher = re.compile(r"-\.?\d")
-    parser.add_argument(
-        "case", type=Path, help="case, a YAML file, to plan first; or a plan, a .json file"
-    )
-    time = parser.add_argument_group("faults; times are written as 30s, 5min, 2h, 7d")
-    about = "mean time between faults of one node"
+    parser.add_argument("case", type=Path, help="YAML file to plan first; or a plan, a .json file")
+    time = parser.add_argument_group("faults")
+    about = "mean time between faults of a node, such as 5min, 2h or 7d"
     time.add_argument("--mtbf", required=True, metavar="TIME", help=about)
     _add(time, "--repair", "10min", "downtime of a failed node, startup included", "TIME")
     _add(time, "--days", 7, "simulated time in days", type=float)
-    _add(time, "--sweep", 3, "number of times to halve and to double --mtbf", "N", type=int)
+    _add(time, "--sweep", 3, "times to halve and to double --mtbf", "N", type=int)
     _add(time, "--seed", 0, "seed of the faults and of the search", type=int)
-    about = "number of draws of the faults, the first with --seed"
+    about = "draws of the faults, the first with --seed"
     _add(time, "--seeds", 3, about, "N", type=int)
     costs = parser.add_argument_group("costs")
     _add(costs, "--heartbeat", "30s", "time until a failure is detected", "TIME")
@@ -72,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(plans, "--budget", f"{DEFAULT_BUDGET_S:g}s", "time limit of the search", "TIME")
     plans.add_argument(
         "--plans", type=int, metavar="N",
-        help="maximum sets of live nodes to plan for; step times of others are estimated (default: "
-        "planning takes a few minutes at most)",
+        help="maximum sets of live nodes to plan for; others are estimated (default: as many as "
+        "a few minutes allow)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
     parser.add_argument("--figure", type=Path, metavar="SVG", help="file for a plot")
