@@ -33,8 +33,8 @@ METHODS_BEGIN, METHODS_END = (
 )
 # How the lists of keys are read.
 LEGEND = """\
-In parentheses stands the default of a key, then its other values, or its type, where the default
-does not show them. Where nothing else is said, null switches off.
+In parentheses: the default, then other values or the type, if not obvious. null switches off,
+unless the key says otherwise.
 """
 # Sections of experts with the keys of a section of a run.
 SAME_KEYS = {"domains": "data.mixture"}
@@ -119,7 +119,7 @@ def _value(key: Key) -> str:
             more = ", ".join(others)
     elif key.default is None or len(inner) > 1 or (inner and not key.default):
         more = key.kind(f"[section](#{_anchor(key.path)})").removesuffix(" or null")
-    return f"{shown}, {more}" if more else shown
+    return f"{shown}, {more}" if more not in ("", "text") else shown
 
 
 def _anchor(name: str) -> str:
@@ -178,7 +178,7 @@ def _unshown(paragraph: str, command: str, shown: dict[str, str]) -> str:
 def _reference(options: list[str], command: str) -> str:
     names = ", ".join(re.findall(r"--[\w-]+", option)[0] for option in options)
     return textwrap.fill(
-        f"{names}: see {command}",
+        f"{names}: see {command.removeprefix('skippipe ')}",
         HELP_WIDTH - 2,
         initial_indent="  ",
         subsequent_indent=" " * 8,

@@ -164,7 +164,7 @@ def test_the_tutorial_shows_what_stages_are_good_for():
 
 
 def test_every_metric_is_told_of():
-    rows = re.findall(r"^\| (`.*?) \|", read("metrics.md"), re.M)
+    rows = re.findall(r"^- (`.*?): ", read("metrics.md"), re.M)
     told = {name for row in rows for name in FIELD.findall(row)}
     assert told == {*StepMetrics.__struct_fields__}
 

@@ -157,14 +157,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--mix",
         metavar="{posterior,prior,top-1}",
-        help="weights: posterior, updated after each token; prior, constant; top-1, only of the "
-        "highest posterior (default: posterior)",
+        help="weights: posterior, updated after each token; prior, constant; top-1, only the "
+        "model with the highest posterior (default: posterior)",
     )
     several.add_argument(
         "--prior",
         metavar="PRIOR",
-        help="prior: uniform, or FILE.json from evaluate --json; in evaluate also decay (updated "
-        "along the text) or its default, cached (estimated on other held-out text)",
+        help="prior: uniform, FILE.json from evaluate --json or, in evaluate, decay (updated along "
+        "the text) or cached (default, estimated on other held-out text)",
     )
 
 

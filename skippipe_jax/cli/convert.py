@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="direction")
     reading = commands.add_parser("from-hf", help="convert a Hugging Face model to a run")
     reading.description = (
-        "Convert a Hugging Face model folder to the folder of a run, with a checkpoint of step 0, "
-        "for evaluate, generate, serve and lm-eval."
+        "Convert a Hugging Face model to the folder of a run, with a checkpoint of step 0, for "
+        "evaluate, generate, serve and lm-eval."
     )
     reading.add_argument("source", type=Path, metavar="DIR", help="Hugging Face model folder")
     reading.add_argument(

@@ -24,7 +24,7 @@ export     write every expert as a Hugging Face model to FOLDER/huggingface
 
 An arm is an ensemble to compare. A lane is a sequence of domains: its first expert starts from the
 seed model, each later one from the previous expert. Ctrl-C saves a checkpoint of each run; the same
-command continues. It trains nothing, and lists the runs, if their text, case or plan has changed.
+command continues.
 """
 
 

@@ -53,6 +53,13 @@ links; a plan assigns nodes to stages and a path to each microbatch.
 Details of a command: skippipe COMMAND --help. Exit codes: 0 done; 2 wrong input; 75 temporary
 failure, retry; 130 and 143 stopped by SIGINT and SIGTERM; others: an unexpected error.
 """
+COMPLETION = """\
+Print a script by which the tab key completes commands, options and their choices. To install it:
+
+  skippipe completion bash > ~/.local/share/bash-completion/completions/skippipe
+  skippipe completion zsh > ~/.zfunc/_skippipe  # fpath+=~/.zfunc in ~/.zshrc, before compinit
+  skippipe completion fish > ~/.config/fish/completions/skippipe.fish
+"""
 SHELLS = ("bash", "zsh", "fish")
 INTERRUPTED = "interrupted; nothing was saved"
 
@@ -88,7 +95,7 @@ def parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
         if name not in named:
             continue
         if name == "completion":
-            inner.description = "Print a shell completion script for skippipe."
+            inner.description = COMPLETION
             inner.add_argument("shell", choices=SHELLS, help="shell")
             inner.set_defaults(command=_complete)
             continue

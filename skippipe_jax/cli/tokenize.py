@@ -20,15 +20,10 @@ from skippipe_jax.config.data import BYTES, CHAT_TEMPLATE, TOKENIZER_FOLDER, kin
 if TYPE_CHECKING:
     from skippipe_jax.data.tokenizer import Tokenizer
 
-EPILOG = """\
-DIR appears when it is complete. Of a single document, the end is held out.
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = "Tokenize text into shards for data.source: tokens, or train a tokenizer."
-    parser.epilog = EPILOG
     about = "file, folder, glob or URL of the text"
     parser.add_argument("input", nargs="+", metavar="INPUT", help=about)
     about = "new folder"
@@ -46,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "train a byte-level BPE tokenizer with this vocabulary size"
     tokenizer.add_argument("--train-bpe", type=int, metavar="SIZE", help=about)
     parser.add_argument("--tokenizer-only", action="store_true", help="write only the tokenizer")
-    about = "fraction of documents held out for evaluation"
+    about = "fraction of documents, or of a single one at its end, held out for evaluation"
     parser.add_argument("--held-out", type=float, default=0.05, metavar="FRACTION", help=about)
     about = "seed of the selection of held-out documents"
     parser.add_argument("--seed", type=int, default=0, help=about)

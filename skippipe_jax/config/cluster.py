@@ -135,18 +135,15 @@ REWIND, BUDDY, AVERAGE, SKIP, STOP = LOST_STAGE = Choice(
 class RecoveryConfig(Section, name="recovery"):
     """Recovery of a run in `independent` mode after hosts have failed.
 
-    Where every stage still has a replica, the remaining hosts take over the failed ones' paths
-    immediately.
-
     Attributes:
         lost_stage: policy for a stage without replica. `rewind`: all stages return to the last
-            checkpoint. `buddy`: the stage continues from an older copy on a host of another stage.
-            `average`: it becomes the mean of its neighbors, weighted by gradient norms. `skip`:
-            paths bypass it until a host serves it again, from the last checkpoint. `stop`: the run
-            ends. Only `rewind` is exact. It replaces `buddy` if the copy is lost too; `average` for
-            the first stage, the last, and one whose number of blocks differs from its neighbors';
-            `skip` for the first stage, and before the first checkpoint. In `outer` mode only
-            `rewind` and `stop` are allowed.
+            checkpoint. `buddy`: the stage continues from an older copy on another host. `average`:
+            it becomes the mean of its neighbors, weighted by gradient norms. `skip`: paths bypass
+            it until a host serves it again, from the last checkpoint. `stop`: the run ends. Only
+            `rewind` is exact. It replaces `buddy` if the copy is lost too; `average` for the first
+            stage, the last, and one whose number of blocks differs from its neighbors'; `skip` for
+            the first stage, and before the first checkpoint. In `outer` mode only `rewind` and
+            `stop` are allowed.
         buddy_every: with `buddy`, copy the states every N steps, spread over the next N.
     """
 
@@ -158,8 +155,7 @@ class RecoveryConfig(Section, name="recovery"):
 class ReplanConfig(Section, name="replan"):
     """Replanning of a run in `independent` mode after its hosts have changed.
 
-    The run continues with a repair plan, while one host searches for a better one, which may move
-    stages.
+    The run continues with a repair plan, while one host searches for a better one.
 
     Attributes:
         budget_s: time limit of a search in seconds, without compilation. 0: never search.

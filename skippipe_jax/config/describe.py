@@ -120,7 +120,7 @@ def _type_in_words(hint: Any, section: str, choices: Choice | None) -> str:
     if typing.get_origin(hint) is dict:
         return f"mapping to {inner[1]}"
     if typing.get_origin(hint) is tuple:
-        return f"list of {inner[0]}"
+        return f"list of {inner[0]}{'s' * (int in parts(hint))}"
     return ", ".join(inner[:-1]) + f" or {inner[-1]}" if inner else NAMES[hint]
 
 

@@ -185,10 +185,11 @@ class ModelConfig(Section, name="model"):
         compute_dtype: type of activations and their gradients.
         matmul_precision: precision of matrix products, as in JAX: `default` is the device's
             fastest, often below float32.
-        recompute: activation checkpointing: the backward pass recomputes `none`; each `block`, or
-            the whole `stage`, from its input; or each block except its saved outputs of attention
-            (`save_only_attention`), products with weights (`dots_with_no_batch_dims_saveable`), or
-            these in host memory (`offload_dot_with_no_batch_dims`).
+        recompute: what the backward pass recomputes (activation checkpointing): `none`; each
+            `block`, or the whole `stage`, from its input; or each block except its saved outputs of
+            attention (`save_only_attention`), products with weights
+            (`dots_with_no_batch_dims_saveable`), or these in host memory
+            (`offload_dot_with_no_batch_dims`).
         attention: `xla` holds all scores at once; `blockwise` computes them in blocks; `cudnn` and
             `splash` are fused kernels of NVIDIA GPUs and TPUs. `auto`: `xla` for up to 256 tokens,
             else the device's kernel if the shapes fit, else `blockwise`.

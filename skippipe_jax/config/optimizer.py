@@ -45,8 +45,7 @@ class AveragingConfig(Section, name="averaging"):
             many blocks.
         delay: steps between sending a fragment and applying its average. 0: the next step waits for
             it.
-        dtype: type of outer gradients in transfers; `int8` has one scale for 128 numbers. Rounding
-            errors are added to the next outer gradient.
+        dtype: type of outer gradients in transfers; `int8` has one scale for 128 numbers.
         rate: learning rate of the outer optimizer, SGD with Nesterov momentum.
         momentum: momentum of the outer optimizer.
         exact_steps: first steps in `exact` mode.
@@ -169,7 +168,7 @@ class OptimizerConfig(Section, name="optimizer"):
         skip_above_norm: skip an update, schedule included, whose gradient norm before clipping
             exceeds this or is not finite. null: a loss or gradient that is not finite ends the run.
         z_loss: coefficient of the mean of log(Z)^2 over target tokens, Z being the softmax's
-            normalizer. It keeps logits small, and is reported apart from the loss.
+            normalizer. It keeps logits small.
     """
 
     name: Annotated[str, Choice((ADAMW, MUON))] = ADAMW

@@ -335,7 +335,7 @@ class Config(Section, name=""):
         seed: seed of the initial parameters.
         init_from: source of initial parameters, tokenizer and shapes of `model`: `hf:DIR`, a
             Hugging Face folder; `run:DIR` or `run:DIR@STEP`, the newest or another checkpoint of a
-            run. Of the shapes, only a shorter context may be set too. null: initialize from the
+            run. Of these shapes, `model` may set only a shorter context. null: initialize from the
             seed.
         execution: `strict`: every node keeps to the plan's order, and repeated runs are bitwise
             equal. `ready-first`: a node runs the earliest operation whose inputs have arrived;

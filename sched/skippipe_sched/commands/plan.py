@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--compiled", action="store_true",
-        help="wait until joint is compiled, also with a budget of 2 s or less, and write no "
-        "earlier plan, so that the plan does not depend on previous searches on the machine",
+        help="wait until joint is compiled, also with a budget of 2 s or less, so that the plan "
+        "does not depend on previous searches on the machine",
     )  # fmt: skip
 
 

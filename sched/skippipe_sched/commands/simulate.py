@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 DESCRIPTION = """\
-Simulate one iteration of a plan. Print its duration, the longest averaging, the lower bound, the
-idle time of nodes, and the rules that the plan breaks.
+Simulate one iteration of a plan. Print its duration, longest averaging, lower bound, idle time of
+nodes, and the rules that it breaks.
 """
 
 
