@@ -33,7 +33,7 @@ METHODS_BEGIN, METHODS_END = (
 )
 # How the lists of keys are read.
 LEGEND = """\
-In parentheses: the default, then other values or the type, if not obvious. null switches off,
+In parentheses: the default, then other values or the type, if not obvious. `null` switches off,
 unless the key says otherwise.
 """
 # Sections of experts with the keys of a section of a run.

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     partial.add_argument(
         "--keep-fraction",
         metavar="FRACTIONS",
-        help="fractions of the stages, as 1.0,0.75,0.5: all subsets with the data stage",
+        help="fractions of the stages, as 1.0,0.75,0.5; for each, all subsets with the data stage",
     )
     about = "maximum subsets of each fraction, drawn at random"
     partial.add_argument("--subsets", type=int, default=DEFAULT_SUBSETS, help=about)

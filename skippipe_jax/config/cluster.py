@@ -39,10 +39,10 @@ class ClusterConfig(Section, name="cluster"):
             host j and, except host 0, on p + iN + i for messages. For an extra host k >= N
             (`join.places`), all use ports p + kk to p + kk + 2k. Arrays always use free ports.
             null: all ports are free ones.
-        secret: file with the run's secret, from `skippipe keygen FILE`, which authenticates hosts
-            and encrypts messages. In the environment, SKIPPIPE_SECRET_FILE, a path, takes
-            precedence, and SKIPPIPE_SECRET, the secret itself, over both. null: loopback addresses
-            only.
+        secret: file with the secret that all hosts share, from `skippipe keygen FILE`; it
+            authenticates them and encrypts messages. In the environment, SKIPPIPE_SECRET_FILE, a
+            path, takes precedence, and SKIPPIPE_SECRET, the secret itself, over both. null:
+            loopback addresses only.
         insecure: without a secret, allow other than loopback addresses: anyone who can reach them
             can join the run.
         insecure_transfers: with a secret, allow public addresses. Transfers are not encrypted: set

@@ -136,8 +136,8 @@ class NetworkConfig(Section, name="network"):
     `network: emulate` is short for `network: {mode: emulate}`.
 
     Attributes:
-        mode: `emulate`: hops take the case's latency, bandwidth and overhead, one at a time on a
-            directed link, and averaging takes the predicted seconds.
+        mode: `emulate`: hops are delayed by the case's latency, bandwidth and overhead, one at a
+            time on a directed link, and averaging takes the predicted seconds.
         emulate_compute: with `emulate`, operations take at least the case's seconds.
         jitter: with `emulate`, operations, hops and averaging take 1 + x times as long, x being
             exponential with this mean, drawn for each step from the seed.
