@@ -118,7 +118,7 @@ class EvaluationConfig(Section, name="evaluation"):
     Attributes:
         sequences: maximum sequences of each domain for perplexities.
         prior_sequences: maximum sequences of each domain for a cached prior, of other documents.
-        decay: decay of the prior per sequence.
+        decay: share of the prior that is kept after each sequence.
         batch_size: sequences in a batch.
     """
 
