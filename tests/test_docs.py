@@ -60,6 +60,8 @@ PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 OTHER_PAGES = (
     "README.md",
     "CONTRIBUTING.md",
+    "experiments/benchmarks/churn/README.md",
+    "experiments/experts/README.md",
     "experiments/launch/README.md",
     "experiments/paper/README.md",
 )

@@ -74,9 +74,7 @@ class SeedsConfig(Section, name="seeds"):
 
 @dataclass(frozen=True)
 class ProbeConfig(Section, name="probe"):
-    """Measurement of how hard a domain is: the loss of a seed after brief training on the domain.
-
-    The loss is computed on the text for priors.
+    """Difficulty of a domain: loss of a seed on its text for priors, after brief training on it.
 
     Attributes:
         size: size of the seed. null: the middle one of `sizes`.
@@ -95,14 +93,12 @@ class ArmConfig:
         size: size of all experts, or for each lane.
         steps: training steps of every expert, or for each lane; of a `dense` or `scratch` model,
             its total, without the seed's.
-        by_difficulty: make steps proportional to how hard the domain is by the probe; `steps` is
-            their mean.
+        by_difficulty: make steps proportional to the difficulty of the domain; `steps` is the mean.
         lanes: lanes of this arm. null: the top-level `lanes`.
         begins: by domain, the domain whose expert its expert starts from, or `seed`. By default the
             previous one in its lane, or the seed.
         kind: `experts`; `dense`: one model on all domains, continued from the seed; `scratch`: one
-            trained from scratch; `averaged`: the mean of the parameters of the experts of the arm
-            `of`.
+            trained from scratch; `averaged`: the mean of the experts' parameters in the arm `of`.
         of: arm to average, for `averaged`.
     """
 
@@ -122,7 +118,7 @@ class EvaluationConfig(Section, name="evaluation"):
     Attributes:
         sequences: maximum sequences of each domain for perplexities.
         prior_sequences: maximum sequences of each domain for a cached prior, of other documents.
-        decay: decay of the prior, which forgets older sequences.
+        decay: share of the prior that is kept after each sequence.
         batch_size: sequences in a batch.
     """
 
@@ -137,8 +133,7 @@ class NodesConfig(Section, name="nodes"):
     """Nodes that the lanes of an arm share: each lane trains on its own part, in parallel.
 
     Attributes:
-        case: case of all nodes, as a mapping or the path of a YAML file; its times are those of the
-            probe's size.
+        case: case of all nodes, or its YAML file; its times are those of the probe's size.
         budget_s: time limit in seconds of the search for a division.
     """
 
@@ -154,26 +149,26 @@ class NodesConfig(Section, name="nodes"):
 
 @dataclass(frozen=True)
 class ExpertsConfig(Section, name=""):
-    """Configuration of an ensemble: experts, the seeds from which they branch, and arms to compare.
+    """Experts, the seeds from which they branch, and arms to compare.
 
     Attributes:
         folder: output folder, for runs, scores, results.json and results.svg.
         seed: seed of the initial parameters and of random lanes.
         prepare: Python module that writes text; it is called once, with the folder FOLDER/text.
-        at_once: number of runs that train in parallel, each on its share of the CPU cores.
+        at_once: number of parallel runs, each on its share of the CPU cores.
         run: settings of all runs, as in a configuration of `train`.
         domains: text of each domain; each needs a `name`.
-        outside: domains that are not trained on, for evaluation only.
+        outside: domains for evaluation only.
         sizes: by name of the size, the settings of the section `model` that differ.
         seeds: seed models, from which experts branch.
-        experts: sections of a configuration in which experts differ from `run`.
-        lanes: domains of each lane, in the order in which each expert starts from the previous one;
-            `measured`, easy, medium and hard domains by the probe; or `random`.
+        experts: sections in which experts differ from `run`.
+        lanes: domains of each lane, in the order of training; `measured`: easy, medium and hard
+            domains by the probe; or `random`.
         probe: measurement of how hard domains are.
         arms: variants to compare, by name; the first is the reference.
         evaluation: amount of held-out text, and the mixing of experts.
-        nodes: nodes that the lanes of an arm share, each a host. null: experts train by the plan in
-            `run`, in one process.
+        nodes: nodes that the lanes of an arm share, each a host. null: the plan in `run`, in one
+            process.
     """
 
     folder: str = "runs/experts"
