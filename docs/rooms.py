@@ -36,12 +36,11 @@ class Room:
 
     @property
     def told(self) -> str:
-        """What the room's own docstring says: what it is for, then what others may use."""
-        if len(self.modules) == 1:
-            tree = ast.parse(file_of(self.modules[0]).read_text(encoding="utf-8"))
-            return ast.get_docstring(tree) or ""
-        names = ", ".join(module.partition(".")[2] for module in self.modules)
-        return f"{names}: start the commands of cli."
+        """What the room is for: the first paragraph of its docstring."""
+        if len(self.modules) > 1:
+            return "Start the commands of cli."
+        tree = ast.parse(file_of(self.modules[0]).read_text(encoding="utf-8"))
+        return (ast.get_docstring(tree) or "").partition("\n\n")[0]
 
     def holds(self, module: str) -> bool:
         """Whether a module is one of the room's."""
@@ -118,23 +117,24 @@ def written() -> dict[Path, str]:
 
 
 def _table(floors: Floors, imports: Mapping[Room, set[Room]]) -> Iterator[str]:
-    yield "| layer | room | what it is for, and offers | imports from |"
+    yield "| layer | room | what it is for | imports from |"
     yield "| --- | --- | --- | --- |"
     shown = shown_imports(imports)
     for number, floor in zip(range(len(floors), 0, -1), floors, strict=True):
         for room in floor:
             below = ", ".join(
-                other.name if other.package == room.package else f"`{other.package}`: {other.name}"
+                other.name if other.package == room.package else f"`{other.package}.{other.name}`"
                 for own, other in shown
                 if own == room
             )
             told = " ".join(room.told.split())
-            yield f"| {number} | `{room.package}`: {_link(room)} | {told} | {below} |"
+            yield f"| {number} | {_link(room)} | {told} | {below} |"
 
 
 def _link(room: Room) -> str:
-    """Return the name of a room, as a link to the file whose docstring introduces it."""
-    return f"[{room.name}](../{file_of(room.modules[0]).relative_to(ROOT).as_posix()})"
+    """Return the modules of a room, as a link to the file whose docstring introduces it."""
+    names = ", ".join(f"`{module}`" for module in room.modules)
+    return f"[{names}](../{file_of(room.modules[0]).relative_to(ROOT).as_posix()})"
 
 
 def main() -> None:
