@@ -2,8 +2,8 @@
 
 python -m docs.rooms
 
-The floors are those of the contracts in pyproject.toml. An import is left out where others lead
-there as well.
+Rooms are in the order of the layers in pyproject.toml, the highest first, without layers of single
+modules. An import is left out where others lead there as well.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ast
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import grimp
@@ -23,29 +24,31 @@ BEGIN, END = "<!-- rooms: python -m docs.rooms -->\n", "<!-- end of rooms -->\n"
 
 @dataclass(frozen=True)
 class Room:
-    """Modules that belong together: a sub-package, or what stands on one floor beside none."""
+    """A sub-package of one of the two packages."""
 
     package: str
-    modules: tuple[str, ...]
+    name: str
 
     @property
-    def name(self) -> str:
-        """Its name within the package."""
-        names = [module.partition(".")[2] for module in self.modules]
-        return names[0] if len(names) == 1 else "commands"
+    def module(self) -> str:
+        """Its full name."""
+        return f"{self.package}.{self.name}"
 
     @property
     def told(self) -> str:
-        """What the room's own docstring says: what it is for, then what others may use."""
-        if len(self.modules) == 1:
-            tree = ast.parse(file_of(self.modules[0]).read_text(encoding="utf-8"))
-            return ast.get_docstring(tree) or ""
-        names = ", ".join(module.partition(".")[2] for module in self.modules)
-        return f"{names}: start the commands of cli."
+        """What the room is for: the first paragraph of its docstring."""
+        tree = ast.parse(self.file.read_text(encoding="utf-8"))
+        return (ast.get_docstring(tree) or "").partition("\n\n")[0]
+
+    @property
+    def file(self) -> Path:
+        """Where its docstring is written; nothing is imported for it."""
+        root = ROOT / ("sched" if self.package == "skippipe_sched" else "")
+        return root / self.package / self.name / "__init__.py"
 
     def holds(self, module: str) -> bool:
         """Whether a module is one of the room's."""
-        return any(module == own or module.startswith(f"{own}.") for own in self.modules)
+        return module == self.module or module.startswith(f"{self.module}.")
 
 
 Floors = Sequence[Sequence[Room]]
@@ -62,21 +65,9 @@ def floors_of_contracts() -> list[list[Room]]:
         if "." in package:  # The layers within a room.
             continue
         for layer in contract["layers"]:
-            members = [f"{package}.{name.strip()}" for name in layer.split("|")]
-            rooms = [Room(package, (name,)) for name in members if _is_package(name)]
-            alone = tuple(name for name in members if not _is_package(name))
-            floors.append(rooms + ([Room(package, alone)] if alone else []))
+            members = [Room(package, name.strip()) for name in layer.split("|")]
+            floors.append([room for room in members if room.file.exists()])
     return floors
-
-
-def file_of(module: str) -> Path:
-    """Where a module is written; nothing is imported for it."""
-    path = ROOT.joinpath("sched" if module.startswith("skippipe_sched") else "", *module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-
-
-def _is_package(module: str) -> bool:
-    return file_of(module).name == "__init__.py"
 
 
 def imports_of(floors: Floors) -> dict[Room, set[Room]]:
@@ -118,23 +109,21 @@ def written() -> dict[Path, str]:
 
 
 def _table(floors: Floors, imports: Mapping[Room, set[Room]]) -> Iterator[str]:
-    yield "| layer | room | what it is for, and offers | imports from |"
-    yield "| --- | --- | --- | --- |"
+    yield "| room | what it is for | imports from |"
+    yield "| --- | --- | --- |"
     shown = shown_imports(imports)
-    for number, floor in zip(range(len(floors), 0, -1), floors, strict=True):
-        for room in floor:
-            below = ", ".join(
-                other.name if other.package == room.package else f"`{other.package}`: {other.name}"
-                for own, other in shown
-                if own == room
-            )
-            told = " ".join(room.told.split())
-            yield f"| {number} | `{room.package}`: {_link(room)} | {told} | {below} |"
+    for room in chain.from_iterable(floors):
+        below = ", ".join(
+            other.name if other.package == room.package else f"`{other.module}`"
+            for own, other in shown
+            if own == room
+        )
+        yield f"| {_link(room)} | {' '.join(room.told.split())} | {below} |"
 
 
 def _link(room: Room) -> str:
     """Return the name of a room, as a link to the file whose docstring introduces it."""
-    return f"[{room.name}](../{file_of(room.modules[0]).relative_to(ROOT).as_posix()})"
+    return f"[`{room.module}`](../{room.file.relative_to(ROOT).as_posix()})"
 
 
 def main() -> None:

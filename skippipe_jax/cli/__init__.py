@@ -1,1 +1,1 @@
-"""The command line: one module per command, which adds its arguments and runs it."""
+"""Command line: one module per command, which adds its arguments and runs it."""

@@ -1,4 +1,7 @@
-"""Configuration of a run: frozen sections, parsing, and checks on resume. Imports no JAX."""
+"""Configuration of a run: frozen sections, parsing, and checks on resume.
+
+Imports no JAX.
+"""
 
 from skippipe_jax.config.cluster import ClusterConfig
 from skippipe_jax.config.data import DataConfig, DocumentSource, MixtureConfig

@@ -1,4 +1,4 @@
-"""Parameter updates.
+"""Parameter updates: AdamW or Muon with their schedule, and outer averaging.
 
-Entry points: `update_rule` (AdamW or Muon with their schedule) and `outer` (outer averaging).
+Entry points: `update_rule` and `outer`.
 """

@@ -1,4 +1,4 @@
-"""Charts and pages of the measurements of a run, and its status as text. Imports no JAX.
+"""Charts and pages of the measurements of a run, and its status as text.
 
-Entry points: `page`, `line_chart`, `timelines` and `status`.
+Imports no JAX. Entry points: `page`, `line_chart`, `timelines` and `status`.
 """

@@ -1,1 +1,4 @@
-"""Serving of a trained model over HTTP with an OpenAI-compatible API. Entry point: `server`."""
+"""Serving of a trained model over HTTP with an OpenAI-compatible API.
+
+Entry point: `server`.
+"""
