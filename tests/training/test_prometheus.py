@@ -180,7 +180,7 @@ def test_the_dashboard_and_the_page_have_all_metrics_and_no_others():
     used = re.findall(r"by \(([^)]*)\)|(\w+)[!=]~?\"", " ".join(queries))
     assert {name for pair in used for word in pair for name in word.split(", ") if name} <= known
     page = (ROOT / "docs/watch.md").read_text()
-    rows = re.findall(r"^\| `(skippipe_\w+)` \| (.*?) \| (.*) \|$", page, re.M)
+    rows = re.findall(r"^\| `(skippipe_\w+)(?:\{(.*?)\})?` \| (.*) \|$", page, re.M)
     assert {name: (re.findall(r"\w+", labels), text) for name, labels, text in rows} == {
         name: ([*own.labels], own.help) for name, own in FAMILIES.items()
     }

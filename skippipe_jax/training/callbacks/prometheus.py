@@ -43,23 +43,23 @@ FAMILIES: Mapping[str, Family] = {
     "skippipe_iterations_total": Family("counter", "Iterations that this process took part in."),
     "skippipe_iteration_seconds_total": Family("counter", "Duration of these iterations."),
     "skippipe_compile_seconds_total": Family(
-        "counter", "Time in these iterations in which this host compiled or loaded programs."
+        "counter", "Time of these iterations spent compiling or loading programs."
     ),
     "skippipe_node_seconds_total": Family(
         "counter",
-        "Time in these iterations in which a node of this host computed, or was idle: it waited "
-        "for other nodes, or averaged.",
+        "Time of these iterations in which a node of this host computed, or was idle (waiting or "
+        "averaging).",
         ("node", "phase"),
     ),
     "skippipe_sent_bytes_total": Family(
         "counter",
-        "Bytes that nodes of this host sent to other nodes, by the sizes of the arrays.",
+        "Bytes of arrays that nodes of this host sent to other nodes.",
         ("source_host", "source_node", "destination_host", "destination_node"),
     ),
     "skippipe_hosts": Family(
         "gauge",
-        "Hosts by state: training; unheard: in the generation, but this host receives no heartbeat "
-        "from them; absent: of the run, but not in the generation.",
+        "Hosts by state: training; unheard: this host receives no heartbeat from them; absent: not "
+        "in the generation.",
         ("state",),
     ),
     "skippipe_generation": Family("gauge", "Generation of hosts, counted from 1."),
