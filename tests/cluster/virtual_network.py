@@ -23,9 +23,6 @@ OWN: contextvars.ContextVar[Process] = contextvars.ContextVar("own")
 
 NO_PROCESS = contextvars.Context()
 
-RESOLUTION_S = 1e-9
-"""Timers that are due so soon are due now."""
-
 SLOWEST_S, TYPICAL_S = 0.5, 0.05
 BUFFER_BYTES = 1 << 18
 """Bytes that the kernels of both ends hold of what a process has written."""
@@ -81,7 +78,7 @@ class Process:
 class _Handle(asyncio.Handle):
     """Something to do: later if its process is stopped by then, and never if that has ended."""
 
-    __slots__ = ("_own", "_when_s", "is_due")
+    __slots__ = ("_own", "_when_s")
 
     def __init__(
         self,
@@ -94,23 +91,13 @@ class _Handle(asyncio.Handle):
         """Note what is to be done, soon or at a time, without the checks of the base class."""
         self._loop, self._callback, self._args = loop, callback, args
         self._context = contextvars.copy_context() if context is None else context
-        self._own, self._when_s, self.is_due = self._context.get(OWN), when_s, when_s is None
+        self._own, self._when_s = self._context.get(OWN), when_s
         self._cancelled, self._repr, self._source_traceback = False, None, None
-
-    def __lt__(self, other: object) -> bool:
-        """Tell that timers of one time may come in any order."""
-        return False
 
     def when(self) -> float:
         """Return the time of a timer."""
         assert self._when_s is not None, "a timer"
         return self._when_s
-
-    def cancel(self) -> None:
-        """Do it never."""
-        if not self._cancelled and not self.is_due:
-            self._loop.cancelled += 1
-        super().cancel()
 
     def _run(self) -> None:
         own = self._own
@@ -125,15 +112,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     Attributes:
         network: its connections.
         parts: the tasks of processes, in whose errors the simulation ends.
-        cancelled: how many timers are cancelled that are not due yet.
     """
 
     def __init__(self, seed: int):
         """Begin at 0 seconds."""
         super().__init__()
         self._now_s = 0.0
-        self._soon, self._timers = deque[_Handle](), list[tuple[float, _Handle]]()
-        self.cancelled = 0
+        self._soon, self._timers = deque[_Handle](), list[tuple[float, int, _Handle]]()
+        self._count = 0
         self.network = Network(self, random.Random(seed))
         self.parts: list[asyncio.Task[Any]] = []
         self.errors: list[BaseException] = []
@@ -157,27 +143,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
         """As `call_soon`, later."""
         handle = _Handle(self, callback, args, context, when)
-        # A heap of pairs is compared by their numbers, without a call of Python.
-        heapq.heappush(self._timers, (when, handle))
+        self._count += 1  # Timers of one time come in their order.
+        heapq.heappush(self._timers, (when, self._count, handle))
         return handle
 
     def _run_once(self) -> None:
         """Do what is due, as the base class does it, but wait for nothing else."""
         soon, timers = self._soon, self._timers
-        if len(timers) > 100 and self.cancelled > 0.5 * len(timers):
-            timers[:] = [pair for pair in timers if not pair[1].cancelled()]
-            heapq.heapify(timers)
-            self.cancelled = 0
-        while timers and timers[0][1].cancelled():
+        while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
-            self.cancelled -= 1
         if not soon:
             assert timers, "nothing will ever happen again"
-            self._now_s += max(0.0, timers[0][0] - self._now_s)
-        while timers and timers[0][0] < self._now_s + RESOLUTION_S:
-            _, handle = heapq.heappop(timers)
-            handle.is_due = True
-            soon.append(handle)
+            self._now_s = max(self._now_s, timers[0][0])
+        # By the clock no timer comes early: what was sent for then would not be there yet.
+        while timers and timers[0][0] <= self._now_s:
+            soon.append(heapq.heappop(timers)[2])
         for _ in range(len(soon)):
             handle = soon.popleft()
             if not handle.cancelled():
