@@ -78,7 +78,7 @@ class Process:
 class _Handle(asyncio.Handle):
     """Something to do: later if its process is stopped by then, and never if that has ended."""
 
-    __slots__ = ("_own", "_when_s")
+    __slots__ = ("_own",)
 
     def __init__(
         self,
@@ -86,18 +86,12 @@ class _Handle(asyncio.Handle):
         callback: Callable[..., Any],
         args: tuple[Any, ...],
         context: contextvars.Context | None,
-        when_s: float | None = None,
     ):
-        """Note what is to be done, soon or at a time, without the checks of the base class."""
+        """Note what is to be done, without the checks of the base class."""
         self._loop, self._callback, self._args = loop, callback, args
         self._context = contextvars.copy_context() if context is None else context
-        self._own, self._when_s = self._context.get(OWN), when_s
+        self._own = self._context.get(OWN)
         self._cancelled, self._repr, self._source_traceback = False, None, None
-
-    def when(self) -> float:
-        """Return the time of a timer."""
-        assert self._when_s is not None, "a timer"
-        return self._when_s
 
     def _run(self) -> None:
         own = self._own
@@ -142,7 +136,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
         """As `call_soon`, later."""
-        handle = _Handle(self, callback, args, context, when)
+        handle = _Handle(self, callback, args, context)
         self._count += 1  # Timers of one time come in their order.
         heapq.heappush(self._timers, (when, self._count, handle))
         return handle
