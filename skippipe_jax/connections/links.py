@@ -213,8 +213,11 @@ class Link:
             if not line.endswith(b"\n"):
                 self.ending = REQUIRES_SECRET if line == ALERT else self.ending
                 return None
-            message = json.loads(text + line)
-            if message is None or not _is_flat(message, DEPTH):
+            text += line
+            message = json.loads(text)
+            # Most messages are short, and flat since there are few brackets in them.
+            is_flat = text.count(b"[") + text.count(b"{") < DEPTH or _is_flat(message, DEPTH)
+            if message is None or not is_flat:
                 raise ValueError("is not a valid message")
             return message
         except OSError as error:
@@ -317,7 +320,7 @@ class Link:
 
 def encoded(*message: Any) -> bytes:
     """Encode a message, which may contain structs, as one line of JSON, or as several if long."""
-    text, size = json.dumps(message, default=_plain).encode(), LINE_BYTES // 2
+    text, size = _to_json(message).encode(), LINE_BYTES // 2
     lines = [text[start : start + size] for start in range(0, len(text), size)]
     return b"".join([*(MORE + line + b"\n" for line in lines[:-1]), lines[-1], b"\n"])
 
@@ -392,7 +395,7 @@ async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBAC
             await asyncio.sleep(min(0.5, max(remaining, 0)))
 
 
-_plain = partial(msgspec.to_builtins, str_keys=True)
+_to_json = json.JSONEncoder(default=partial(msgspec.to_builtins, str_keys=True)).encode
 
 
 def _is_flat(value: Any, levels: int) -> bool:

@@ -45,6 +45,12 @@ Store = Callable[[Generation], Generation]
 """Function that writes a generation unless there is one, and returns the one that is there."""
 
 
+class _Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """Message in a struct, as msgspec prepares the types of a union without one at each call."""
+
+    message: Message
+
+
 class Control:
     """Consensus of one host with the others. Runs on an event loop."""
 
@@ -70,7 +76,7 @@ class Control:
     def received(self, source: int, given: list[Any]) -> bool:
         """Process a message of another host; return False if it is not valid."""
         try:
-            message: Message = msgspec.convert(given, Message)
+            message = msgspec.convert([given], _Envelope).message
         except ValueError:
             return False
         self._process(Received(source, message))

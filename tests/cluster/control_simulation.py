@@ -75,7 +75,7 @@ class Host(rules_alone.Process):
         self.policy = HostPolicy(
             host, 1e9, 2 * CLUSTER.heartbeat_timeout_s, "any", replicas_diverge=False
         )
-        self.has_cut_transfers = False
+        self.has_cut_transfers, self.has_read = False, 0
         self.at: coordinator.State = JOINING
         self.applied, self.is_ready, self.entered, self.stages = [], is_ready, None, {}
 
@@ -236,7 +236,7 @@ class ControlSimulation(Simulation):
                 return False
             usable = self.checkpoints.keys() - self.damaged
             self.read_in[number] = max(step for step in usable if step <= generation.step)
-        step = self.read_in[number]
+        own.has_read, step = number, self.read_in[number]
         if step < generation.step:
             own.entered, self.begun_with[number] = (
                 replace(generation, step=step),
@@ -247,6 +247,12 @@ class ControlSimulation(Simulation):
                 own.stages = dict.fromkeys(own.served, own.applied)
             self.tell(host, RolledBack(number, step))
         return True
+
+    def gives(self, there: rules_alone.Process) -> bool:
+        """Tell whether a member has read the checkpoint whose states it is to send."""
+        assert isinstance(there, Host)
+        assert there.entered is not None
+        return not there.entered.is_rewound or there.has_read == there.entered.number
 
     def save(self, host: int) -> None:
         """All members have saved what they have applied, if all have applied the same."""

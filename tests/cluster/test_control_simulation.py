@@ -121,3 +121,21 @@ def test_all_go_back_further_where_the_newest_checkpoint_is_damaged(
         assert simulation.decided[number].step == newest > step > 0
         simulation.require_goes_on()
         assert simulation.steps > step
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_host_apart_takes_states_only_from_those_that_have_read_their_checkpoint(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """It learns first that all go back further, and what the others hold is still damaged."""
+    with simulated(monkeypatch, 4, seed, rewinds=True, keeps_enough=True, spare=1) as simulation:
+        simulation.start(4, is_apart=True)
+        simulation.run(lambda: 4 in simulation.live and simulation.live[4].has_all, 30.0)
+        simulation.run(lambda: len(simulation.checkpoints) > 2, 30.0)
+        for host in (0, 2):
+            assert simulation.live[host].served == {0}, "no other host serves it"
+            simulation.crash(host, for_s=30.0)
+        simulation.damaged.add(max(simulation.checkpoints))
+        simulation.run(lambda: bool(simulation.read_in), 4 * CLUSTER.heartbeat_timeout_s)
+        assert simulation.live[4].state.members == (1, 3, 4)
+        simulation.require_goes_on()

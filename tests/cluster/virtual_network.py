@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import errno
+import heapq
 import random
-import selectors
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -20,6 +20,8 @@ from typing import Any
 
 OWN: contextvars.ContextVar[Process] = contextvars.ContextVar("own")
 """The process whose code runs; none for that of the simulation itself."""
+
+NO_PROCESS = contextvars.Context()
 
 SLOWEST_S, TYPICAL_S = 0.5, 0.05
 BUFFER_BYTES = 1 << 18
@@ -32,7 +34,7 @@ class Process:
     def __init__(self, loop: VirtualLoop, host: int):
         """Begin to live."""
         self.host, self.is_stopped, self.has_ended = host, False, False
-        self._loop, self._waiting = loop, deque[tuple[asyncio.Handle, Callable[[], None]]]()
+        self._loop, self._waiting = loop, deque[asyncio.Handle]()
         self.context = contextvars.copy_context()
         self.context.run(OWN.set, self)
 
@@ -46,9 +48,9 @@ class Process:
         if not self._loop.is_closed():
             self._loop.call_soon(function, *args, context=self.context.copy())
 
-    def wait(self, handle: asyncio.Handle, run: Callable[[], None]) -> None:
+    def wait(self, handle: asyncio.Handle) -> None:
         """Do something later that came up while the process is stopped."""
-        self._waiting.append((handle, run))
+        self._waiting.append(handle)
 
     def stop(self) -> None:
         """Do nothing until `go_on`."""
@@ -61,9 +63,9 @@ class Process:
 
     def _catch_up(self) -> None:
         while self._waiting and not self.is_stopped:
-            handle, run = self._waiting.popleft()
+            handle = self._waiting.popleft()
             if not handle.cancelled():
-                run()
+                handle._run()
 
     def end(self) -> None:
         """End at once; its connections end as the kernel ends them."""
@@ -73,17 +75,29 @@ class Process:
             self._loop.network.end(self)
 
 
-class _Ends(selectors.SelectSelector):
-    """Waits for nothing: the loop's time goes on instead."""
+class _Handle(asyncio.Handle):
+    """Something to do: later if its process is stopped by then, and never if that has ended."""
 
-    def __init__(self):
-        super().__init__()
-        self.now_s = 0.0
+    __slots__ = ("_own",)
 
-    def select(self, timeout: float | None = None) -> list[Any]:
-        assert timeout is not None, "nothing will ever happen again"
-        self.now_s += max(0.0, timeout)
-        return []
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: contextvars.Context | None,
+    ):
+        """Note what is to be done, without the checks of the base class."""
+        self._loop, self._callback, self._args = loop, callback, args
+        self._context = contextvars.copy_context() if context is None else context
+        self._own = self._context.get(OWN)
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+
+    def _run(self) -> None:
+        own = self._own
+        if own is not None and (own.has_ended or own.is_stopped) and not self._loop.is_finishing:
+            return None if own.has_ended else own.wait(self)
+        super()._run()
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -96,8 +110,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, seed: int):
         """Begin at 0 seconds."""
-        self._ends = _Ends()
-        super().__init__(self._ends)
+        super().__init__()
+        self._now_s = 0.0
+        self._soon, self._timers = deque[_Handle](), list[tuple[float, int, _Handle]]()
+        self._count = 0
         self.network = Network(self, random.Random(seed))
         self.parts: list[asyncio.Task[Any]] = []
         self.errors: list[BaseException] = []
@@ -106,11 +122,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         """Return the simulated seconds."""
-        return self._ends.now_s
+        return self._now_s
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
         """Call back, unless the process is stopped or has ended by then."""
-        return self._guarded(super().call_soon, callback, args, context)
+        handle = _Handle(self, callback, args, context)
+        self._soon.append(handle)
+        return handle
 
     def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
         """As `call_soon`: there are no other threads."""
@@ -118,28 +136,26 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
         """As `call_soon`, later."""
-
-        def schedule(guard: Any, *args: Any, context: Any) -> Any:
-            return super(VirtualLoop, self).call_at(when, guard, *args, context=context)
-
-        return self._guarded(schedule, callback, args, context)
-
-    def _guarded(self, schedule: Any, callback: Any, args: tuple[Any, ...], context: Any) -> Any:
-        context = contextvars.copy_context() if context is None else context
-        own = context.get(OWN, None)
-        if own is None:
-            return schedule(callback, *args, context=context)
-
-        def run() -> None:
-            if own.has_ended and not self.is_finishing:
-                return
-            if own.is_stopped and not self.is_finishing:
-                own.wait(handle, lambda: context.run(callback, *args))
-            else:
-                callback(*args)
-
-        handle = schedule(run, context=context)
+        handle = _Handle(self, callback, args, context)
+        self._count += 1  # Timers of one time come in their order.
+        heapq.heappush(self._timers, (when, self._count, handle))
         return handle
+
+    def _run_once(self) -> None:
+        """Do what is due, as the base class does it, but wait for nothing else."""
+        soon, timers = self._soon, self._timers
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not soon:
+            assert timers, "nothing will ever happen again"
+            self._now_s = max(self._now_s, timers[0][0])
+        # By the clock no timer comes early: what was sent for then would not be there yet.
+        while timers and timers[0][0] <= self._now_s:
+            soon.append(heapq.heappop(timers)[2])
+        for _ in range(len(soon)):
+            handle = soon.popleft()
+            if not handle.cancelled():
+                handle._run()
 
     def finish(self) -> None:
         """End all that is left, and close."""
@@ -377,7 +393,7 @@ class Network:
     def at(self, when_s: float, do: Callable[[], Any]) -> None:
         """Do something that belongs to no process."""
         if not self._loop.is_closed():
-            self._loop.call_at(when_s, do, context=contextvars.Context())
+            self._loop.call_at(when_s, do, context=NO_PROCESS)
 
     def passes(self, source: Process, target: Process) -> bool:
         """Tell whether anything comes from one host to another."""

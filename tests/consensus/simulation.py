@@ -312,6 +312,8 @@ class Simulation:
                 there = self.live.get(holder)
                 if there is None or there.state.number != number or stage not in there.stages:
                     continue
+                if not self.gives(there):
+                    continue
                 own.stages[stage] = there.stages[stage]
                 assert len(own.stages[stage]) == own.entered.step
         for made in own.entered.remade:
@@ -321,6 +323,10 @@ class Simulation:
                 own.stages[made.stage] = self.begun_with[number]
         if own.served <= own.stages.keys() and not own.is_ready:
             own.applied, own.is_ready = self.begun_with[number], True
+
+    def gives(self, there: Process) -> bool:
+        """Tell whether a member of the same generation sends what it holds: here always."""
+        return True
 
     def hold(self, host: int) -> None:
         """A member has computed the next step."""
