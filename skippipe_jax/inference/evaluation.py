@@ -146,10 +146,12 @@ def evaluate(
     }
     losses, tokens = losses_by_order(model, orders, data, sequences, part)
     for order, loss in losses.items():
+        if not loss < MAX_LOSS_NATS and step is None:
+            problem = f"is that of the model along stages {list(order)}"
+            raise InputError("loss", loss, problem, "Load other weights: training had diverged")
         if not loss < MAX_LOSS_NATS:
-            without_step = "--hf" if isinstance(model, StagedModel) else "--url"
             raise InputError(
-                without_step if step is None else "--step",
+                "--step",
                 step,
                 f"the loss along stages {list(order)} is {loss}: training had diverged",
                 "Choose an earlier step, or train again with a lower optimizer.learning_rate",

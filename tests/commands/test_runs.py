@@ -215,7 +215,7 @@ def test_a_missing_file_of_a_run_is_named(name: str, run: Path, command: Command
         ),
         (
             ["--run", "run", "--keep-fraction", "1", "--plot", "a.pdf"],
-            ["--plot = 'a.pdf'", "must end in .svg"],
+            ["--plot = 'a.pdf'", "Give a picture the ending .svg"],
         ),
     ],
 )

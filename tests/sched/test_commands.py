@@ -667,6 +667,16 @@ def test_each_command_to_a_standby_is_answered_by_its_exit_code(tmp_path, capfd)
     assert "--budget" in said.err
 
 
+def test_options_that_would_have_no_effect_are_refused(command, tmp_path):
+    plan = tmp_path / "plan.json"
+    planned(case_with(), ((0,), (1,)), ((0, 1),))[0].save(plan)
+    for option in ("--draws", "--seed"):
+        expect_error(command("simulate", plan, option, 7), f"{option} = 7: has no effect...jitter")
+    twice = command("plot", plan, "-o", tmp_path / "a.svg", "--flows", tmp_path / "a.svg")
+    expect_error(twice, "--flows = ...is named by two options...Give each its own path")
+    assert [*tmp_path.iterdir()] == [plan]
+
+
 @pytest.mark.parametrize(
     ("name", "option", "more"),
     [

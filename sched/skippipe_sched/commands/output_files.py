@@ -25,7 +25,10 @@ def require_writable(option: str, path: Path | None, source: Path | None = None)
         raise InputError(option, str(path), "is a folder", "Give the path of a file")
     if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".pdf"):
         # Under such a name, no program would open the file.
-        problem, remedy = "pictures must end in .svg", "Give a path with another ending"
+        problem, remedy = (
+            "has an ending for other contents",
+            "Give a picture the ending .svg, a plan .json",
+        )
         raise InputError(option, str(path), problem, remedy)
     if path.exists() and not path.is_file():
         return  # A pipe or a device is written to in place.

@@ -48,8 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
         problem = "is required unless another output is given"
         remedy = "Add -o, --flows, --paths or --trace, with a file"
         raise InputError("--output", None, problem, remedy)
-    for name in requested:
-        require_writable(f"--{name}", getattr(arguments, name), arguments.plan)
+    for number, name in enumerate(requested):
+        path = getattr(arguments, name)
+        require_writable(f"--{name}", path, arguments.plan)
+        if path in [getattr(arguments, other) for other in requested[:number]]:
+            problem = "is named by two options, of which one would be lost"
+            raise InputError(f"--{name}", str(path), problem, "Give each its own path")
     for name in requested:
         path = getattr(arguments, name)
         write(f"--{name}", path, pictures[name]())

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skippipe_sched.errors import loading
+from skippipe_sched.errors import InputError, loading
 
 if TYPE_CHECKING:
     from skippipe_sched.problem.plan import Plan
     from skippipe_sched.timing.timeline import Timeline
 
-
+DRAWS = 200
 DESCRIPTION = """\
 Simulate one iteration of a plan. Print its duration, longest averaging, lower bound, idle time of
 nodes, and the rules that it breaks.
@@ -36,9 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also replay, hops and operations taking longer by exponentially distributed "
         "fractions with this mean; print median and 95th percentile",
     )  # fmt: skip
-    about = "number of replays with --jitter (default: %(default)s)"
-    add("--draws", type=int, default=200, help=about)
-    add("--seed", type=int, default=0, help="seed of the jitter (default: 0)")
+    add("--draws", type=int, help=f"number of replays with --jitter (default: {DRAWS})")
+    add("--seed", type=int, help="seed of the jitter (default: 0)")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -51,6 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
         from skippipe_sched.problem.rules import violations
         from skippipe_sched.timing.jitter import replay
         from skippipe_sched.timing.simulate import simulate_plan
+    for option in ("draws", "seed"):
+        given = getattr(arguments, option)
+        if given is not None and arguments.jitter is None:
+            raise InputError(f"--{option}", given, "has no effect without --jitter", "Add --jitter")
     plan = load_plan(arguments.plan)
     if arguments.contention:
         plan = replace(plan, case=replace(plan.case, contention=arguments.contention))
@@ -58,10 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
     broken = violations(plan.case, plan.stages, plan.microbatches)
     stats: dict[str, float] = {}
     if arguments.jitter is not None:
-        draws_s = replay(plan, arguments.jitter, arguments.draws, arguments.seed)
+        draws = DRAWS if arguments.draws is None else arguments.draws
+        draws_s = replay(plan, arguments.jitter, draws, arguments.seed or 0)
         stats = {
             "jitter": arguments.jitter,
-            "draws": arguments.draws,
+            "draws": draws,
             "median_s": float(np.median(draws_s)),
             "percentile_95_s": float(np.percentile(draws_s, 95)),
         }

@@ -79,7 +79,7 @@ class LinkTable:
 
 def row_for(pair: tuple[str, str]) -> str:
     """Return the row of a table that the user has to complete for a pair of locations."""
-    return f"{','.join(pair)},<latency ms>,<bandwidth GiB/s>"
+    return f"{','.join(pair)},<latency>,<bandwidth>, in the units of the table"
 
 
 def missing_link(pair: tuple[str, str], count: int | None = None, hint: str = "") -> InputError:
