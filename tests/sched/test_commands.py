@@ -265,6 +265,13 @@ def test_serve_plan(command, tmp_path):
     assert table[-1] == "one sequence alone: 5.0000 s/token, at least 5.0000"
 
 
+def test_serve_plan_warns_of_stages_that_have_no_room(command, tmp_path):
+    path = tmp_path / "service.yaml"
+    path.write_text(yaml.safe_dump(SERVICE | {"stage_bytes": [1, 1, 1, 10**15]}))
+    code, _, told = command("serve-plan", path)
+    assert (code, told) == (0, "warning: the hosts have no room for stages [3]: these never run\n")
+
+
 @pytest.mark.parametrize(
     ("change", "words", "told"),
     [({"groups": 0}, [], "case.groups = 0"), ({}, ["--seed", "-1"], "seed = -1")],

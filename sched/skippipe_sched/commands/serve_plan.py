@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
         from skippipe_sched.serving.simulate import simulate
     case = load_case(arguments.case)
     placement = place(case, arguments.objective, seed=arguments.seed)
+    missing = sorted({*range(case.stages)}.difference(*placement))
+    if missing:
+        print(
+            f"warning: the hosts have no room for stages {missing}: these never run",
+            file=sys.stderr,
+        )
     chosen_routes = routes(case, placement, seed=arguments.seed)
     alone = routes(replace(case, groups=1), placement)
     seconds_per_token = simulate(case, alone).seconds_per_token

@@ -453,10 +453,6 @@ def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
     unreachable = [name for name in names if len(names) > 2 and lacking[name] == len(names) - 1]
     if unreachable:
         missing = [pair for pair in missing if unreachable[0] in pair]
-    known = {name for pair in table.links for name in pair}
-    hint = "".join(
-        fields.suggestion(name, known) for pair in missing[:1] for name in {*pair} - known
-    )
     if unreachable:
         isolated = [index for index, node in enumerate(nodes) if node.location == unreachable[0]]
         raise InputError(
@@ -464,11 +460,11 @@ def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
             unreachable[0],
             f"no node at another location can reach the nodes {isolated} at this location: "
             f"all of its {len(missing)} links are missing",
-            f"{hint}Move these nodes to another location, or add {len(missing)} rows, the first: "
-            f"{links.row_for(missing[0])}",
+            f"{table.suggestion(missing[0])}Move these nodes to another location, or add "
+            f"{len(missing)} rows, the first: {links.row_for(missing[0])}",
         )
     if missing:
-        raise links.missing_link(missing[0], len(missing), hint)
+        raise table.missing(missing[0], len(missing))
 
 
 def _microbatches(raw: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:

@@ -65,8 +65,23 @@ class LinkTable:
         if found is None and source == target:
             found = self.same_location
         if found is None:
-            raise missing_link((source, target))
+            raise self.missing((source, target))
         return found
+
+    def suggestion(self, pair: tuple[str, str]) -> str:
+        """Return the start of a remedy with names like those of `pair` that are unknown."""
+        known = {name for named in self.links for name in named}
+        return "".join(fields.suggestion(name, known) for name in sorted({*pair} - known))
+
+    def missing(self, pair: tuple[str, str], count: int | None = None) -> InputError:
+        """Return the error of a pair without a link, one of `count` pairs if known."""
+        return InputError(
+            "case.links",
+            " to ".join(pair),
+            "no link between these locations"
+            + ("" if count is None else f" ({count} missing in total)"),
+            f"{self.suggestion(pair)}Add a row: {row_for(pair)}",
+        )
 
     def matrices(self, locations: Sequence[str]) -> tuple[Matrix, Matrix]:
         """Return latency [s] and bandwidth [bytes/s] between nodes at `locations`, source first."""
@@ -80,17 +95,6 @@ class LinkTable:
 def row_for(pair: tuple[str, str]) -> str:
     """Return the row of a table that the user has to complete for a pair of locations."""
     return f"{','.join(pair)},<latency>,<bandwidth>, in the units of the table"
-
-
-def missing_link(pair: tuple[str, str], count: int | None = None, hint: str = "") -> InputError:
-    """Return the error of a pair of locations without a link, one of `count` pairs if known."""
-    return InputError(
-        "case.links",
-        " to ".join(pair),
-        "no link between these locations"
-        + ("" if count is None else f" ({count} missing in total)"),
-        f"{hint}Add a row: {row_for(pair)}",
-    )
 
 
 def rows_of(value: Any, folder: Path) -> str | list[list[Any]]:
