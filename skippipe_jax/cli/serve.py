@@ -70,8 +70,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, default=DEFAULT_SLOTS, metavar="N", help=about)
     about = "maximum waiting sequences; more are rejected"
     parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help=about)
-    about = "seconds to finish answers after SIGTERM"
-    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS", help=about)
+    about = "time limit to finish answers after SIGTERM"
+    parser.add_argument("--drain-timeout", default="30s", metavar="TIME", help=about)
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _hold_stages(arguments)
     slots = fields.integer(arguments.max_num_seqs, "--max-num-seqs", 1)
     waiting = fields.integer(arguments.max_waiting, "--max-waiting", 0)
-    drain_s = fields.number(arguments.drain_timeout, "--drain-timeout", 0.0)
+    drain_s = fields.duration(arguments.drain_timeout, "--drain-timeout")
     hosts = fields.integer(arguments.hosts, "--hosts", 1)
     if hosts == 1 and arguments.coordinator is not None:
         problem, remedy = "no other host would join the first", "Write the number of all hosts"

@@ -257,6 +257,7 @@ def test_the_command_serves_until_it_is_told_to_end(run: Path, tmp_path: Path):
         (["--run", "{run}", "--max-model-len", "129"], ["--max-model-len = 129", "128 tokens"]),
         (["--run", "{run}", "--max-num-seqs", "1000000000"], ["--max-num-seqs", "GB are free"]),
         (["--run", "{run}", "--max-waiting", "-1"], ["--max-waiting"]),
+        (["--run", "{run}", "--drain-timeout", "soon"], ["--drain-timeout = 'soon'", "30s"]),
         (
             ["--run", "{run}", "--coordinator", "127.0.0.1:1", "--host-id", "0"],
             ["--hosts = 1", "all hosts"],
