@@ -147,7 +147,8 @@ def evaluate(
     losses, tokens = losses_by_order(model, orders, data, sequences, part)
     for order, loss in losses.items():
         if not loss < MAX_LOSS_NATS and step is None:
-            problem = f"is that of the model along stages {list(order)}"
+            option = "--hf" if isinstance(model, StagedModel) else "--url"
+            problem = f"is that of the model of {option} along stages {list(order)}"
             raise InputError("loss", loss, problem, "Load other weights: training had diverged")
         if not loss < MAX_LOSS_NATS:
             raise InputError(

@@ -366,7 +366,7 @@ REFUSED: dict[str, tuple[Callable[..., Answer | None], list[str]]] = {
     ),
     "no number": (
         with_completions(lambda asked: scored([None] * len(asked["prompt"]), asked)),
-        ["loss = nan: is that of the model along stages [0", "training had diverged"],
+        ["loss = nan: is that of the model of --url along stages [0", "training had diverged"],
     ),
 }
 
