@@ -36,7 +36,7 @@ class Room:
 
     @property
     def told(self) -> str:
-        """What the room is for: the first paragraph of its docstring."""
+        """Purpose of the room: the first paragraph of its docstring."""
         tree = ast.parse(self.file.read_text(encoding="utf-8"))
         return (ast.get_docstring(tree) or "").partition("\n\n")[0]
 

@@ -9,7 +9,7 @@ from tests.cluster.virtual_network import VirtualLoop
 
 
 def test_no_timer_is_early_and_those_of_one_time_come_in_their_order():
-    """What was sent for a time would else be looked for before, and lie there until more comes."""
+    """An early timer would look for data before it arrives, and leave it there until more comes."""
     loop, drawn, came = VirtualLoop(0), random.Random(0), list[int]()
     early = list[float]()
 

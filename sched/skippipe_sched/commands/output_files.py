@@ -25,11 +25,8 @@ def require_writable(option: str, path: Path | None, source: Path | None = None)
         raise InputError(option, str(path), "is a folder", "Give the path of a file")
     if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".pdf"):
         # Under such a name, no program would open the file.
-        problem, remedy = (
-            "has an ending for other contents",
-            "Give a picture the ending .svg, a plan .json",
-        )
-        raise InputError(option, str(path), problem, remedy)
+        remedy = "Give a picture the ending .svg, a plan .json"
+        raise InputError(option, str(path), "has an ending for other contents", remedy)
     if path.exists() and not path.is_file():
         return  # A pipe or a device is written to in place.
     if source is not None and os.path.realpath(path) == os.path.realpath(source):
