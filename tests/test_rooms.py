@@ -19,7 +19,6 @@ MAX_PARAMETERS = 8
 LONG_FUNCTIONS = {
     "skippipe_jax.consensus.next_generation: next_generation",
     "skippipe_jax.runtime.stage_functions: _operations",
-    "skippipe_sched.search.evaluator: evaluate",
 }
 WIDE_SIGNATURES = {
     "skippipe_jax.connections.mesh: Mesh.__init__",

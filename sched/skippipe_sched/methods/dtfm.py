@@ -18,7 +18,7 @@ import numpy as np
 
 from skippipe_sched.problem.case import Case
 from skippipe_sched.search.budget import Placement, Search
-from skippipe_sched.search.compiled import fast, kernel
+from skippipe_sched.search.compiled import allocating_kernel, fast
 from skippipe_sched.timing.averaging import Rings, added_s, bytes_of_rings, rings_of_iteration
 
 POPULATION = 16
@@ -178,7 +178,7 @@ def _cross(
     return child
 
 
-@kernel
+@allocating_kernel
 def _improve(stage_of: np.ndarray, tried: np.ndarray, model: _Model) -> float:
     """Improve a partition in place: order its stages, swap nodes, order again. Return its cost."""
     _order_stages(stage_of, model)
@@ -206,7 +206,7 @@ def _improve(stage_of: np.ndarray, tried: np.ndarray, model: _Model) -> float:
     return _cost(_score(stage_of, model), model)
 
 
-@kernel
+@allocating_kernel
 def _score(stage_of: np.ndarray, model: _Model) -> _Parts:
     stages = len(model.sizes)
     counts = np.zeros((stages, len(model.round_trip_s)), np.int64)
@@ -220,7 +220,7 @@ def _score(stage_of: np.ndarray, model: _Model) -> _Parts:
     return parts
 
 
-@kernel
+@allocating_kernel
 def _move(node, source, target, stage_of, parts, model):
     stage_of[node] = target
     place = model.location[node]
@@ -230,7 +230,7 @@ def _move(node, source, target, stage_of, parts, model):
     parts.speed[target] += model.speed[node]
 
 
-@kernel
+@allocating_kernel
 def _rescore(stage, parts, model):
     """Rescore the parts that depend on the nodes of `stage`."""
     stages = len(model.sizes)
@@ -242,7 +242,7 @@ def _rescore(stage, parts, model):
         parts.match_s[stage] = _match_s(counts[stage], counts[after], model)
 
 
-@kernel
+@allocating_kernel
 def _cost(parts, model):
     averaging_s = parts.averaging_s.max() + WEIGHT_OF_MEAN_AVERAGING * parts.averaging_s.mean()
     trips_s = model.rounds * parts.match_s.sum()
@@ -251,7 +251,7 @@ def _cost(parts, model):
     return added_s(model.rings, averaging_s, pipeline_s, pipeline_s) + trips_s + busy_s
 
 
-@kernel
+@allocating_kernel
 def _averaging_s(counts, stage, model):
     """Estimate the fastest ring over these nodes: no ring has a cheaper slowest link than this.
 
@@ -295,7 +295,7 @@ def _averaging_s(counts, stage, model):
     return slowest
 
 
-@kernel
+@allocating_kernel
 def _match_s(counts, others, model):
     """Compute the mean round trip when the replicas of two stages are matched, near ones first.
 
@@ -350,7 +350,7 @@ def _match_s(counts, others, model):
     return cost / total
 
 
-@kernel
+@allocating_kernel
 def _order_stages(stage_of: np.ndarray, model: _Model) -> None:
     """Order stages of one group in the pipeline so that the tour through it is short.
 
@@ -387,7 +387,7 @@ def _order_stages(stage_of: np.ndarray, model: _Model) -> None:
         stage_of[node] = seat[stage_of[node]]
 
 
-@kernel
+@allocating_kernel
 def _tour_s(place, match_s):
     length = 0.0
     for position in range(len(place)):

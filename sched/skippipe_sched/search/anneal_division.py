@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from skippipe_sched.search.arrays import copy, no_order, set_averaging
+from skippipe_sched.search.arrays import copy, set_averaging
 from skippipe_sched.search.compiled import kernel
 from skippipe_sched.search.evaluator import evaluate
 from skippipe_sched.search.moves import below, draw_move, propose, revert, share_out, uniform
@@ -45,7 +45,7 @@ def _put(problem, chain, slot, node):
 @kernel
 def _cost_s(problem, chain, limit_s, piece):
     candidate, scratch = chain.candidate, chain.scratch
-    return evaluate(problem, candidate, no_order(), scratch, limit_s, piece.mean_weight)
+    return evaluate(problem, candidate, chain.no_order, scratch, limit_s, piece.mean_weight)
 
 
 @kernel

@@ -14,11 +14,14 @@ import numpy as np
 
 from skippipe_sched.search.arrays import (
     Candidate,
+    Order,
     Problem,
     Scratch,
     beside_hops_s,
     copy,
+    copy_array,
     copy_of,
+    copy_order,
     hop_seconds,
     no_order,
     operation_s,
@@ -27,7 +30,7 @@ from skippipe_sched.search.arrays import (
     slot_at,
 )
 from skippipe_sched.search.compiled import fast, kernel
-from skippipe_sched.search.evaluator import evaluate, replay
+from skippipe_sched.search.evaluator import evaluate, evaluate_prepared, prepare, replay_prepared
 from skippipe_sched.search.moves import (
     NODES,
     REPLICA,
@@ -44,6 +47,15 @@ from skippipe_sched.search.moves import (
 from skippipe_sched.timing.averaging import added_s
 
 
+class Estimate(NamedTuple):
+    """Quick estimate of a candidate [s], and that before the last move."""
+
+    trip_s: np.ndarray  # microbatches: of each, divided by the memory of its data node
+    busy_s: np.ndarray  # data nodes: the sum of their trips
+    trip_before_s: np.ndarray
+    busy_before_s: np.ndarray
+
+
 class ChainState(NamedTuple):
     """Annealed candidate, its best state so far, and its own random numbers."""
 
@@ -53,6 +65,8 @@ class ChainState(NamedTuple):
     undo: Undo
     scratch: Scratch
     state: np.ndarray  # of the random number generator
+    no_order: Order
+    estimate: Estimate
 
 
 class Piece(NamedTuple):
@@ -71,6 +85,7 @@ class Piece(NamedTuple):
 
 def chain_from(problem: Problem, candidate: Candidate, seed: int) -> ChainState:
     """Start a chain at a candidate."""
+    sizes = len(candidate.paths), problem.first_slot[1]
     return ChainState(
         candidate,
         copy_of(candidate),
@@ -78,20 +93,39 @@ def chain_from(problem: Problem, candidate: Candidate, seed: int) -> ChainState:
         undo_for(candidate),
         scratch_for(problem, *candidate.paths.shape),
         random_state(seed),
+        no_order(),
+        Estimate(*(np.zeros(size) for size in sizes * 2)),
     )
 
 
 def dispatched_s(problem: Problem, chain: ChainState, mean_weight: float) -> float:
     """Compute the cost of a chain's candidate [s] with the dispatch of `simulate`."""
-    rest = no_order(), chain.scratch, np.inf, mean_weight
+    rest = chain.no_order, chain.scratch, np.inf, mean_weight
     return fast(evaluate)(problem, chain.candidate, *rest)
+
+
+@kernel
+def prepare_changed(problem, chain, move):
+    """Prepare the microbatches that a move has changed; return their bound of the iteration [s]."""
+    changed = chain.scratch.every if move == NODES else chain.undo.microbatches
+    return prepare(problem, chain.candidate, chain.scratch, changed)
+
+
+@kernel
+def take_back(problem, chain, move, made):
+    """Undo the last move as `revert` does, and prepare what it has changed."""
+    revert(problem, chain.candidate, chain.undo, move, made)
+    if made:
+        prepare_changed(problem, chain, move)
 
 
 @kernel
 def anneal(problem, chain, piece):
     """Run the moves of a piece; store the best candidate in ``chain.best``."""
-    candidate, costs, state, order = chain.candidate, chain.costs, chain.state, no_order()
+    candidate, costs, state, order = chain.candidate, chain.costs, chain.state, chain.no_order
+    scratch, mean_weight = chain.scratch, piece.mean_weight
     temperature = piece.temperature
+    prepare(problem, candidate, scratch, scratch.every)
     for _ in range(piece.steps):
         temperature *= piece.cooling
         move = draw_move(piece.weights, state)
@@ -100,14 +134,15 @@ def anneal(problem, chain, piece):
             # The threshold is drawn first, so that a simulation can stop once the move cannot be
             # accepted.
             limit = costs[0] - temperature * math.log(1.0 - uniform(state))
-            cost = evaluate(problem, candidate, order, chain.scratch, limit, piece.mean_weight)
-            if cost < limit:
-                costs[0] = cost
-                if cost < costs[1]:
-                    costs[1] = cost
-                    copy(candidate, chain.best)
-                continue
-        revert(problem, candidate, chain.undo, move, made)
+            if prepare_changed(problem, chain, move) < limit:
+                cost = evaluate_prepared(problem, candidate, order, scratch, limit, mean_weight)
+                if cost < limit:
+                    costs[0] = cost
+                    if cost < costs[1]:
+                        costs[1] = cost
+                        copy(candidate, chain.best)
+                    continue
+        take_back(problem, chain, move, made)
 
 
 # The quick estimate of `settle` is between the mean and the maximum over the data nodes.
@@ -171,13 +206,12 @@ def settle(problem, chain, piece):
     temperature = piece.temperature
     microbatches = candidate.paths.shape[0]
     data_nodes = problem.first_slot[1]
-    trip_s = np.zeros(microbatches)
-    busy_s = np.zeros(data_nodes)
+    trip_s, busy_s, trips_before, busy_before = chain.estimate
+    for slot in range(data_nodes):
+        busy_s[slot] = 0.0
     for m in range(microbatches):
         trip_s[m] = _round_trip_s(problem, candidate, m)
         busy_s[candidate.paths[m, 0]] += trip_s[m]
-    trips_before = trip_s.copy()
-    busy_before = busy_s.copy()
     current = _estimate(problem, candidate, busy_s)
     for _ in range(piece.steps):
         temperature *= piece.cooling
@@ -186,9 +220,10 @@ def settle(problem, chain, piece):
             revert(problem, candidate, undo, move, False)
             continue
         if move == NODES:
-            trips_before[:] = trip_s
-            busy_before[:] = busy_s
-            busy_s[:] = 0.0
+            copy_array(trip_s, trips_before)
+            copy_array(busy_s, busy_before)
+            for slot in range(data_nodes):
+                busy_s[slot] = 0.0
             for m in range(microbatches):
                 trip_s[m] = _round_trip_s(problem, candidate, m)
                 busy_s[candidate.paths[m, 0]] += trip_s[m]
@@ -207,8 +242,8 @@ def settle(problem, chain, piece):
             continue
         revert(problem, candidate, undo, move, True)
         if move == NODES:
-            trip_s[:] = trips_before
-            busy_s[:] = busy_before
+            copy_array(trips_before, trip_s)
+            copy_array(busy_before, busy_s)
         else:
             for m in undo.microbatches:
                 trip_s[m] = trips_before[m]
@@ -222,21 +257,25 @@ FARTHEST_ROTATION = 4
 
 
 @kernel
-def polish(problem, chain, order, piece):
+def polish(problem, chain, orders, piece):
     """Anneal a candidate together with the order on its nodes, both in place.
+
+    `orders` are the order, and buffers for the best and the last one.
 
     Here a node may wait for an operation although another has arrived, which dispatch never does.
     Most moves change the order; the others change the paths, by the moves of `weights`, and then
     microbatches that exchange visits also exchange their positions in the orders.
     """
     candidate, undo, state = chain.candidate, chain.undo, chain.state
+    order, best_order, before = orders
     operations, first = order.operations, order.first
     temperature = piece.temperature
     count = 2 * candidate.paths.shape[1] + 1
-    best = copy_of(candidate)
-    best_operations, best_first = operations.copy(), first.copy()
-    before, first_before = operations.copy(), first.copy()
-    current = replay(problem, candidate, order, chain.scratch, np.inf, piece.mean_weight)
+    copy(candidate, chain.best)
+    copy_order(order, best_order)
+    scratch, mean_weight = chain.scratch, piece.mean_weight
+    prepare(problem, candidate, scratch, scratch.every)
+    current = replay_prepared(problem, candidate, order, scratch, np.inf, mean_weight)
     least = current
     for _ in range(piece.steps):
         temperature *= piece.cooling
@@ -249,12 +288,12 @@ def polish(problem, chain, order, piece):
                 revert(problem, candidate, undo, move, False)
                 continue
             if move != NODES:
-                before[:] = operations
-                first_before[:] = first
+                copy_order(order, before)
                 if move in (REPLICA, STAGE):
-                    _follow_relocation(candidate, undo, order, before, state)
+                    _follow_relocation(candidate, undo, order, before.operations, state)
                 else:
                     _follow_paths(candidate, undo, order)
+            prepare_changed(problem, chain, move)
         else:
             slot = below(state, candidate.node_of_slot.shape[0])
             room = first[slot + 1] - first[slot]
@@ -273,24 +312,21 @@ def polish(problem, chain, order, piece):
                 continue
             _rotate(operations, slot_begin, slot_end, forward)
         limit = current - temperature * math.log(1.0 - uniform(state))
-        cost = replay(problem, candidate, order, chain.scratch, limit, piece.mean_weight)
+        cost = replay_prepared(problem, candidate, order, scratch, limit, mean_weight)
         if cost < limit:
             current = cost
             if cost < least:
                 least = cost
-                copy(candidate, best)
-                best_operations[:] = operations
-                best_first[:] = first
+                copy(candidate, chain.best)
+                copy_order(order, best_order)
         elif changes_paths:
-            revert(problem, candidate, undo, move, True)
+            take_back(problem, chain, move, True)
             if move != NODES:
-                operations[:] = before
-                first[:] = first_before
+                copy_order(before, order)
         else:
             _rotate(operations, slot_begin, slot_end, not forward)
-    copy(best, candidate)
-    operations[:] = best_operations
-    first[:] = best_first
+    copy(chain.best, candidate)
+    copy_order(best_order, order)
 
 
 @kernel

@@ -15,7 +15,7 @@ import numpy as np
 
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, Operation, microbatch_chain
-from skippipe_sched.search.compiled import fast, kernel
+from skippipe_sched.search.compiled import allocating_kernel, fast, kernel
 from skippipe_sched.timing.averaging import (
     Rings,
     bytes_of_rings,
@@ -23,7 +23,11 @@ from skippipe_sched.timing.averaging import (
     rings_of_iteration,
     settle_ring,
 )
-from skippipe_sched.timing.hops import parts_of_hops, passed
+from skippipe_sched.timing.hops import parts_of_hops
+
+# Seconds of an operation: its own, of the hop before it, and without waits from its start to the
+# end of its microbatch and to that of the iteration.
+OPERATION, HOP, TO_DATA_NODE, TO_END = range(4)
 
 
 class Problem(NamedTuple):
@@ -71,26 +75,37 @@ class Order(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Buffers of one simulation at a time."""
+    """Buffers of one simulation at a time.
 
-    position: np.ndarray
+    The first two hold the operations of a candidate, as `prepare` writes them. The microbatches in
+    flight have a lane each, and `lanes` are the unused ones of each data node.
+    """
+
+    slots: np.ndarray  # microbatches, 2 * length + 1
+    seconds: np.ndarray  # microbatches, 2 * length + 1, 4: see OPERATION and the next three
+    every: np.ndarray  # microbatches: their numbers
+    position: np.ndarray  # microbatches, as of the next five
     running: np.ndarray
-    event_s: np.ndarray
-    event_of: np.ndarray
+    arrived_s: np.ndarray
     next_waiting: np.ndarray
-    first_waiting: np.ndarray
+    lane: np.ndarray
+    event_s: np.ndarray  # 2 * the least power of two that holds all lanes
+    event_of: np.ndarray
+    lanes: np.ndarray
+    first_lane: np.ndarray  # data nodes
+    first_waiting: np.ndarray  # slots, kinds of operations
     last_waiting: np.ndarray
-    busy: np.ndarray
+    busy: np.ndarray  # slots, as of the next five
     free: np.ndarray
-    touched: np.ndarray
-    is_touched: np.ndarray
-    remaining_s: np.ndarray
+    awake: np.ndarray
+    is_awake: np.ndarray
+    slot_end_s: np.ndarray
+    next_in_order: np.ndarray
     stage_begin_s: np.ndarray
     stage_end_s: np.ndarray
-    slot_end_s: np.ndarray
     link_free_s: np.ndarray
     uplink_free_s: np.ndarray
-    next_in_order: np.ndarray
+    least_s: np.ndarray  # 2: bounds of the iteration, and of the weighted mean
 
 
 def problem_of(case: Case) -> Problem:
@@ -138,25 +153,36 @@ def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
     # By all nodes: slots may be fewer, if other nodes belong to another pipeline.
     nodes = len(problem.forward_s)
     links = (nodes, nodes) if problem.follow else (1, 1)
+    operations = microbatches, 2 * length + 1
+    data_nodes = problem.first_slot[1]
+    lanes = int(np.sort(problem.memory)[-data_nodes:].sum())
+    places = 2 << (lanes - 1).bit_length()
     return Scratch(
+        slots=np.zeros(operations, np.int64),
+        seconds=np.zeros((*operations, 4)),
+        every=np.arange(microbatches),
         position=np.zeros(microbatches, np.int64),
         running=np.zeros(microbatches, np.bool_),
-        event_s=np.zeros(microbatches + 1),
-        event_of=np.zeros(microbatches + 1, np.int64),
+        arrived_s=np.zeros(microbatches),
         next_waiting=np.zeros(microbatches, np.int64),
-        first_waiting=np.zeros(slots, np.int64),
-        last_waiting=np.zeros(slots, np.int64),
+        lane=np.zeros(microbatches, np.int64),
+        event_s=np.zeros(places),
+        event_of=np.zeros(places, np.int64),
+        lanes=np.zeros(lanes, np.int64),
+        first_lane=np.zeros(data_nodes, np.int64),
+        first_waiting=np.zeros((slots, 3), np.int64),
+        last_waiting=np.zeros((slots, 3), np.int64),
         busy=np.zeros(slots, np.bool_),
         free=np.zeros(slots, np.int64),
-        touched=np.zeros(slots, np.int64),
-        is_touched=np.zeros(slots, np.bool_),
-        remaining_s=np.zeros((microbatches, 2 * length + 1)),
+        awake=np.zeros(slots, np.int64),
+        is_awake=np.zeros(slots, np.bool_),
+        slot_end_s=np.zeros(slots),
+        next_in_order=np.zeros(slots, np.int64),
         stage_begin_s=np.zeros(stages),
         stage_end_s=np.zeros(stages),
-        slot_end_s=np.zeros(slots),
         link_free_s=np.zeros(links),
         uplink_free_s=np.zeros(nodes),
-        next_in_order=np.zeros(slots, np.int64),
+        least_s=np.zeros(2),
     )
 
 
@@ -169,8 +195,7 @@ def order_for(candidate: Candidate) -> Order:
     return Order(np.zeros(first[-1], np.int64), first)
 
 
-@kernel
-def no_order():
+def no_order() -> Order:
     """Return an empty order: dispatch chooses, and records nothing."""
     return Order(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
@@ -189,23 +214,33 @@ def as_operations(
 
 
 @kernel
-def copy(source, target):
-    """Copy a candidate into another."""
-    target.node_of_slot[:] = source.node_of_slot
-    target.paths[:] = source.paths
-    target.averaging_s[:] = source.averaging_s
-    target.visits[:] = source.visits
+def copy_array(source, target):
+    """Copy an array into another."""
+    for i in range(source.shape[0]):
+        target[i] = source[i]
 
 
 @kernel
-def copy_of(candidate):
+def copy(source, target):
+    """Copy a candidate into another."""
+    copy_array(source.node_of_slot, target.node_of_slot)
+    copy_array(source.averaging_s, target.averaging_s)
+    copy_array(source.visits, target.visits)
+    for m in range(source.paths.shape[0]):
+        for i in range(source.paths.shape[1]):
+            target.paths[m, i] = source.paths[m, i]
+
+
+@kernel
+def copy_order(source, target):
+    """Copy an order into another."""
+    copy_array(source.operations, target.operations)
+    copy_array(source.first, target.first)
+
+
+def copy_of(candidate: Candidate) -> Candidate:
     """Return a copy of a candidate."""
-    return Candidate(
-        candidate.node_of_slot.copy(),
-        candidate.paths.copy(),
-        candidate.averaging_s.copy(),
-        candidate.visits.copy(),
-    )
+    return Candidate(*(array.copy() for array in candidate))
 
 
 @kernel
@@ -235,27 +270,6 @@ def hop_seconds(problem, source, target, position, length):
     if position > length:
         return problem.backward_hop_s[source, target]
     return problem.forward_hop_s[source, target]
-
-
-@kernel
-def send(problem, scratch, source, target, position, length, ready_s):
-    """Send a hop to the operation at a position of a chain; return its arrival [s]."""
-    uplink_free_s, link_free_s = scratch.uplink_free_s, scratch.link_free_s
-    if not problem.connections:
-        hop_s = hop_seconds(problem, source, target, position, length)
-        if not problem.follow:
-            return ready_s + hop_s
-        arrival_s = max(ready_s, link_free_s[source, target]) + hop_s
-        link_free_s[source, target] = arrival_s
-        return arrival_s
-    parts = problem.hops[int(position > length), source, target]
-    hop = parts[0], parts[1], parts[2], parts[3], parts[4]
-    free_s = uplink_free_s[source] if hop[1] > -np.inf else -np.inf
-    _, left_s, through_s, arrival_s = passed(ready_s, free_s, link_free_s[source, target], hop)
-    if hop[1] > -np.inf:
-        uplink_free_s[source] = left_s
-    link_free_s[source, target] = through_s
-    return arrival_s
 
 
 @kernel
@@ -297,7 +311,7 @@ def beside_hops_s(problem, candidate, stage):
     return seconds
 
 
-@kernel
+@allocating_kernel
 def set_averaging(problem, node_of_slot, stage, averaging_s):
     """Set the averaging time of a stage over its best ring, or of one of its fragments."""
     begin, end = problem.first_slot[stage], problem.first_slot[stage + 1]

@@ -31,14 +31,30 @@ MODULES = ("methods/dtfm.py", "problem/rules.py", "timing/averaging.py", "timing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _not_registered: list[Callable[..., Any]] = [*averaging.ON_ARRAYS, *hops.ON_ARRAYS]
+_allocating = {*_not_registered}
 _lock = threading.Lock()
 _mode = threading.local()
 
 
 def kernel(function: Function) -> Function:
-    """Register a function so that compiled kernels can call it; return it unchanged."""
+    """Register a function so that compiled kernels can call it; return it unchanged.
+
+    It may not allocate arrays, nor assign slices of them: compiled code would count references to
+    all arrays of its arguments, at every call, which took more time than the search itself.
+    """
     _not_registered.append(function)
     return function
+
+
+def allocating_kernel(function: Function) -> Function:
+    """Register a kernel that allocates arrays."""
+    _allocating.add(function)
+    return kernel(function)
+
+
+def _counting(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return numba's setting for whether a function counts references."""
+    return {"_nrt": function in _allocating}
 
 
 def fast(function: Callable[..., Any]) -> Any:
@@ -69,11 +85,11 @@ def _machine_code(function: Callable[..., Any]) -> Any:
     settings: Any = config
     with _lock:
         while _not_registered:
-            register_jitable(_not_registered.pop())
+            register_jitable(**_counting(_not_registered[-1]))(_not_registered.pop())
         previous_folder = settings.CACHE_DIR
         settings.CACHE_DIR = str(_cache_folder())
         try:
-            return njit(cache=True, nogil=True)(function)
+            return njit(cache=True, nogil=True, **_counting(function))(function)
         finally:
             settings.CACHE_DIR = previous_folder
 

@@ -11,8 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
-from skippipe_sched.search.arrays import Candidate, copy, copy_of, set_averaging, visit_s
-from skippipe_sched.search.compiled import kernel
+from skippipe_sched.search.arrays import (
+    Candidate,
+    copy,
+    copy_array,
+    copy_of,
+    set_averaging,
+    visit_s,
+)
+from skippipe_sched.search.compiled import allocating_kernel, kernel
 
 NODES, REPLICAS, STAGES, SWAP, TAILS, REPLICA, STAGE = range(7)
 MOVES = 7
@@ -113,7 +120,7 @@ def keeps_balance(problem, candidate):
     return most - least <= 1
 
 
-@kernel
+@allocating_kernel
 def share_out(problem, candidate, stage, state):
     """Move microbatches between the replicas of a stage until each has its share (TC1)."""
     begin, end = problem.first_slot[stage], problem.first_slot[stage + 1]
@@ -235,7 +242,8 @@ def propose(problem, candidate, undo, move, state):
     microbatches, length = paths.shape
     a, b = below(state, microbatches), below(state, microbatches)
     undo.microbatches[0], undo.microbatches[1] = a, b
-    undo.paths[0], undo.paths[1] = paths[a], paths[b]
+    copy_array(paths[a], undo.paths[0])
+    copy_array(paths[b], undo.paths[1])
     if length == 1:
         return False
     i = 1 + below(state, length - 1)
@@ -279,4 +287,5 @@ def revert(problem, candidate, undo, move, made):
             if candidate.paths[a, i] != undo.paths[0, i]:
                 candidate.visits[candidate.paths[a, i]] -= 1
                 candidate.visits[undo.paths[0, i]] += 1
-    candidate.paths[a], candidate.paths[b] = undo.paths[0], undo.paths[1]
+    copy_array(undo.paths[0], candidate.paths[a])
+    copy_array(undo.paths[1], candidate.paths[b])
