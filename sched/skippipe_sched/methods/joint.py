@@ -66,7 +66,7 @@ INTERPRETED_SETTLE_SHARE = 0.6
 # The quick estimate is first, then the rounds, and last the order.
 SETTLE_SHARE = 0.05
 POLISH_SHARE = 0.18
-# A step of polishing replays an order, which is this many times as fast as choosing one.
+# A step of polishing replays an order, which is at least this many times as fast as choosing one.
 REPLAYS_OF_STEP = 1.75
 ROUNDS = (
     Round(chains=8, share=0.42, hottest=0.03, coldest=0.003),

@@ -39,8 +39,8 @@ _mode = threading.local()
 def kernel(function: Function) -> Function:
     """Register a function so that compiled kernels can call it; return it unchanged.
 
-    It may not allocate arrays, nor assign slices of them: compiled code would count references to
-    all arrays of its arguments, at every call, which took more time than the search itself.
+    It may not allocate arrays, nor assign slices of them. A kernel that may counts references to
+    all arrays of its arguments at every call, which can take longer than its work.
     """
     _not_registered.append(function)
     return function

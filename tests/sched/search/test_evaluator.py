@@ -21,7 +21,7 @@ from skippipe_sched.search.arrays import (
     scratch_for,
 )
 from skippipe_sched.search.compiled import interpreting
-from skippipe_sched.search.evaluator import evaluate, replay
+from skippipe_sched.search.evaluator import evaluate, evaluate_prepared, prepare, replay
 from skippipe_sched.search.moves import MOVES, SWAP, propose, random_state, revert, undo_for
 from skippipe_sched.timing.averaging import added_s, quickest_averaging_s, rings_of_iteration
 from skippipe_sched.timing.simulate import simulate
@@ -46,11 +46,11 @@ def stages_and_paths(case, candidate):
     return place_in_order(case, nodes.tolist()), paths
 
 
-def evaluated(case, candidate, judge=evaluate, order=None, limit=np.inf):
+def evaluated(case, candidate, judge=evaluate, order=None, limit=np.inf, mean_weight=0.0):
     """What the candidate costs in an order, or where dispatch decides."""
     problem = problem_of(case)
     scratch = scratch_for(problem, *candidate.paths.shape)
-    return judge(problem, candidate, order or no_order(), scratch, limit, 0.0)
+    return judge(problem, candidate, order or no_order(), scratch, limit, mean_weight)
 
 
 @given(balanced_cases(speeds=(0.251, 0.57, 1.093, 1.5077), most_microbatches=1))
@@ -146,9 +146,39 @@ def test_a_candidate_costs_what_the_simulator_says_in_the_same_order(
         return
     timeline = simulate(case, stages, paths, as_operations(order, candidate, paths))
     expected_s = timeline.iteration_s
+    ends_s = [
+        max((run.end_s for run in timeline.runs if run.operation.node == node), default=0.0)
+        for node in stages[0]
+    ]
+    mean_s = np.mean(ends_s)
     if policy is not None:
-        expected_s = timeline.pipeline_s + max(rings_add(case, stages, paths, timeline))
+        added = rings_add(case, stages, paths, timeline)
+        expected_s = timeline.pipeline_s + max(added)
+        mean_s += sum(added)
     assert iteration_s == pytest.approx(expected_s)
     assert evaluated(case, candidate, replay, order) == pytest.approx(expected_s)
     assert evaluated(case, candidate, limit=1.01 * iteration_s) == iteration_s
     assert evaluated(case, candidate, limit=0.99 * iteration_s) == np.inf
+    cost_s = evaluated(case, candidate, mean_weight=0.3)
+    assert cost_s == pytest.approx(iteration_s + 0.3 * mean_s)
+    assert evaluated(case, candidate, limit=1.001 * cost_s, mean_weight=0.3) == cost_s
+    assert evaluated(case, candidate, limit=0.999 * cost_s, mean_weight=0.3) == np.inf
+
+
+@given(balanced_cases(), st.none() | policies(), st.integers(0, 2**30), st.integers(1, 30))
+def test_only_what_a_move_has_changed_needs_to_be_prepared_again(example, policy, seed, moves):
+    case, *placed = example
+    case = case if policy is None else outer(case, **policy)
+    problem = problem_of(case)
+    chain = annealing.chain_from(problem, candidate_for(case, *placed), seed)
+    candidate, scratch = chain.candidate, chain.scratch
+    prepare(problem, candidate, scratch, scratch.every)
+    for number in range(moves):
+        move = (seed + number) % MOVES
+        made = propose(problem, candidate, chain.undo, move, chain.state)
+        if made:
+            annealing.prepare_changed(problem, chain, move)
+        if not made or number % 2:
+            annealing.take_back(problem, chain, move, made)
+        cost_s = evaluate_prepared(problem, candidate, no_order(), scratch, np.inf, 0.3)
+        assert cost_s == evaluated(case, candidate, mean_weight=0.3)
