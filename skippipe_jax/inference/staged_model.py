@@ -177,19 +177,25 @@ class StagedModel:
         self, batch: Batch
     ) -> tuple[Float[np.ndarray, " sequence"], Bool[np.ndarray, " sequence"]]:
         """Log-likelihood in nats of each sequence's targets, and whether each is the likeliest."""
-        sequences, length = batch["targets"].shape
-        is_cpu = jax.default_backend() == "cpu"
-        at_once = max(1, CPU_TOKENS // length) if is_cpu else sequences
-        arrays: dict[str, Any] = {**batch}
-        nats, greedy = [], []
-        for start in range(0, sequences, at_once):
-            rows = slice(start, start + at_once)
-            part: Any = {name: array[rows] for name, array in arrays.items()}
+        sequences, longest = batch["targets"].shape
+        counted = batch["targets"] != IGNORED_TARGET
+        lengths = (counted * np.arange(1, longest + 1)).max(axis=1)
+        nats, greedy = np.zeros(sequences, np.float32), np.ones(sequences, bool)
+        start, length, at_once = 0, longest, sequences
+        while start < sequences and lengths[start:].any():
+            if jax.default_backend() == "cpu":
+                length = padded_length(int(lengths[start:].max()), longest)
+                at_once = max(1, CPU_TOKENS // length)
+            rows = slice(start, min(start + at_once, sequences))
+            missing = (0, at_once - (rows.stop - start)), (0, 0)  # So that few shapes are compiled.
+            part: Any = {k: np.pad(own[rows, :length], missing) for k, own in {**batch}.items()}
             x = self.run(self.default_order, part)
             losses, are_greedy = self.scores(x, jnp.asarray(part["targets"]))
-            nats.append(-np.asarray(losses).sum(axis=1))
-            greedy.append(np.logical_and.reduce(are_greedy, axis=1))
-        return np.concatenate(nats), np.concatenate(greedy)
+            count = rows.stop - start
+            nats[rows] = -np.asarray(losses).sum(axis=1)[:count]
+            greedy[rows] = np.logical_and.reduce(are_greedy, axis=1)[:count]
+            start = rows.stop
+        return nats, greedy
 
     def _tokens(self, inputs: str | Tokens) -> Int[np.ndarray, "*sequence position"]:
         if isinstance(inputs, str):
