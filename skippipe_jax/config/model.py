@@ -32,35 +32,6 @@ def rotations_as_constants(length: int, head_width: int) -> bool:
     return length * head_width <= MOST_CONSTANTS
 
 
-def unsupported_reason(
-    implementation: str, *, length: int, head_width: int, compute_dtype: str
-) -> str:
-    """Return why a kernel does not support such sequences and heads; "" if it does.
-
-    The reason is part of a sentence. The kernels raise errors themselves, but only when they are
-    compiled, and only for one device.
-    """
-    if implementation == CUDNN:
-        if compute_dtype == "float32":
-            return "does not support model.compute_dtype = 'float32'"
-        if head_width > CUDNN_MOST_WIDTH or head_width % CUDNN_WIDTH_STEP:
-            return (
-                f"needs a head width of up to {CUDNN_MOST_WIDTH} that is a multiple of "
-                f"{CUDNN_WIDTH_STEP}, but model.width / model.heads is {head_width}"
-            )
-    if implementation == SPLASH:
-        if length % SPLASH_LANES:
-            return (
-                f"needs data.sequence_length to be a multiple of {SPLASH_LANES}, but it is {length}"
-            )
-        if head_width % SPLASH_LANES:
-            return (
-                f"needs a head width that is a multiple of {SPLASH_LANES}, but model.width / "
-                f"model.heads is {head_width}"
-            )
-    return ""
-
-
 RECOMPUTE = Choice(
     (
         "none",
@@ -237,13 +208,32 @@ class ModelConfig(Section, name="model"):
         return self.width // self.heads
 
     def unsupported_reason(self, attention: str, length: int) -> str:
-        """Return why an attention kernel does not support `length` tokens; "" if it does."""
-        return unsupported_reason(
-            attention,
-            length=length,
-            head_width=self.head_width,
-            compute_dtype=self.compute_dtype,
-        )
+        """Return why an attention kernel does not support `length` tokens; "" if it does.
+
+        The reason is part of a sentence. The kernels raise errors themselves, but only when they
+        are compiled, and only for one device.
+        """
+        width = self.head_width
+        if attention == CUDNN:
+            if self.compute_dtype == "float32":
+                return "does not support model.compute_dtype = 'float32'"
+            if width > CUDNN_MOST_WIDTH or width % CUDNN_WIDTH_STEP:
+                return (
+                    f"needs a head width of up to {CUDNN_MOST_WIDTH} that is a multiple of "
+                    f"{CUDNN_WIDTH_STEP}, but model.width / model.heads is {width}"
+                )
+        if attention == SPLASH:
+            if length % SPLASH_LANES:
+                return (
+                    f"needs data.sequence_length to be a multiple of {SPLASH_LANES}, but it is "
+                    f"{length}"
+                )
+            if width % SPLASH_LANES:
+                return (
+                    f"needs a head width that is a multiple of {SPLASH_LANES}, but model.width / "
+                    f"model.heads is {width}"
+                )
+        return ""
 
     def stage_partition(self, stages: int) -> StagePartition:
         """Return the number of blocks of each of `stages` stages.
