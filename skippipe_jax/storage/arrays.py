@@ -84,37 +84,26 @@ def begin_writing(folder: Path, tree: PyTree) -> Writing:
     return writer
 
 
-class ArrayFiles:
-    """Arrays of a folder, open for reading within a block."""
+def describe_arrays(folder: Path) -> Mapping[str, Any]:
+    """Return a description of each array of a folder by name, with its `shape` and `dtype`."""
+    with _reader() as reader:
+        metadata = reader.metadata(folder).item_metadata
+    assert metadata is not None
+    return metadata.tree
 
-    def __init__(self, folder: Path):
-        """Create the reader of a folder that `begin_writing` has written."""
-        self.folder = folder
-        self._reader = ocp.Checkpointer(_handler(), multiprocessing_options=_this_process())
 
-    def __enter__(self) -> ArrayFiles:
-        """Return the open folder; arrays are read later."""
-        return self
+def read_arrays(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
+    """Read some arrays of a folder by name, with the shapes and types of the files."""
+    as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
+    arguments = ocp.args.PyTreeRestore(
+        item=dict(wanted), restore_args=as_numpy, partial_restore=True
+    )
+    with _reader() as reader:
+        return reader.restore(folder, args=arguments)
 
-    def __exit__(self, *_: object) -> None:
-        """Close the folder."""
-        self._reader.close()
 
-    def described(self) -> Mapping[str, Any]:
-        """Return a description of each array by name, with its `shape` and `dtype`."""
-        metadata = self._reader.metadata(self.folder).item_metadata
-        assert metadata is not None
-        return metadata.tree
-
-    def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
-        """Read some arrays by name, with the shapes and types of the files."""
-        as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
-        return self._reader.restore(
-            self.folder,
-            args=ocp.args.PyTreeRestore(
-                item=dict(wanted), restore_args=as_numpy, partial_restore=True
-            ),
-        )
+def _reader() -> ocp.Checkpointer:
+    return ocp.Checkpointer(_handler(), multiprocessing_options=_this_process())
 
 
 def _this_process() -> ocp.options.MultiprocessingOptions:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.storage.arrays import ArrayFiles, PyTree, flatten
+from skippipe_jax.storage.arrays import PyTree, describe_arrays, flatten, read_arrays
 from skippipe_jax.storage.checkpoint import (
     COMMITTED,
     DATA,
@@ -99,12 +99,12 @@ def load_replica(
     """
     name = replica_name(stage, place)
     require_intact(checkpoint, name)
-    with ArrayFiles(checkpoint.folder / name) as files:
-        described = files.described()
-        abstract = abstract_of(described.keys())
-        wanted = flatten(abstract)
-        _require_same(files.folder, described, wanted)
-        read = files.read(wanted)
+    folder = checkpoint.folder / name
+    described = describe_arrays(folder)
+    abstract = abstract_of(described.keys())
+    wanted = flatten(abstract)
+    _require_same(folder, described, wanted)
+    read = read_arrays(folder, wanted)
     return jax.tree.unflatten(jax.tree.structure(abstract), [read[name] for name in wanted])
 
 
@@ -175,15 +175,15 @@ def _read_saved(
         for name, leaf in wanted.items()
     }
     entries = {name.split("/")[0] for name in wanted}
-    with ArrayFiles(checkpoint.folder / stage_name(stage)) as files:
-        comparable = {
-            name: leaf
-            for name, leaf in files.described().items()
-            if name.split("/")[0] in entries
-            and (name in wanted or _is_of_blocks(name) or both_data_stages)
-        }
-        _require_same(files.folder, comparable, expected)
-        return files.read(expected)
+    folder = checkpoint.folder / stage_name(stage)
+    comparable = {
+        name: leaf
+        for name, leaf in describe_arrays(folder).items()
+        if name.split("/")[0] in entries
+        and (name in wanted or _is_of_blocks(name) or both_data_stages)
+    }
+    _require_same(folder, comparable, expected)
+    return read_arrays(folder, expected)
 
 
 def _require_same(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

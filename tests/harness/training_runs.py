@@ -15,7 +15,7 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.state import shapes_of_state
-from skippipe_jax.storage.arrays import ArrayFiles
+from skippipe_jax.storage.arrays import describe_arrays, read_arrays
 from skippipe_jax.storage.checkpoint import open_checkpoint
 from skippipe_jax.storage.loading import load_stage
 from skippipe_jax.storage.run_dir import METRICS, RunDir
@@ -119,9 +119,9 @@ def assert_same_run(run_dir: Path, expected: Path, steps: int) -> None:
 
 def arrays_in(folder: Path) -> Arrays:
     """All arrays that a folder of a checkpoint holds."""
-    with ArrayFiles(folder) as files:
-        shapes = files.described().items()
-        found = files.read({k: jax.ShapeDtypeStruct(own.shape, own.dtype) for k, own in shapes})
+    shapes = describe_arrays(folder).items()
+    wanted = {k: jax.ShapeDtypeStruct(own.shape, own.dtype) for k, own in shapes}
+    found = read_arrays(folder, wanted)
     return {name: np.asarray(array) for name, array in found.items()}
 
 

@@ -6,6 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +17,7 @@ from skippipe_jax.config import Config, DataConfig
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.state import Origin, StageState, from_checkpoint, make_states
 from skippipe_jax.storage import loading
-from skippipe_jax.storage.arrays import ArrayFiles
+from skippipe_jax.storage.arrays import read_arrays
 from skippipe_jax.storage.checkpoint import Checkpoint, open_checkpoint
 from skippipe_jax.storage.checkpointer import write_initial_checkpoint
 from tests.harness.one_host import open_alone
@@ -87,13 +88,12 @@ def test_a_stage_is_read_and_hashed_once_however_many_replicas_it_has(
     def require_intact(checkpoint: Checkpoint, part: str) -> None:
         hashed[part] += 1
 
-    def load_stage_numpy(files: ArrayFiles, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        read[files.folder.name] += 1
-        return own_read(files, wanted)
+    def counted(folder: Path, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        read[folder.name] += 1
+        return read_arrays(folder, wanted)
 
-    own_read: Callable[..., dict[str, np.ndarray]] = ArrayFiles.read
     monkeypatch.setattr(loading, "require_intact", require_intact)
-    monkeypatch.setattr(ArrayFiles, "read", load_stage_numpy)
+    monkeypatch.setattr(loading, "read_arrays", counted)
     resumed(runtime, checkpoint)
     assert hashed == read == {"stage_0": 1, "stage_1": 1}
 
