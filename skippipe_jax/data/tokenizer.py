@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Int64, Integer, UInt16
@@ -47,43 +47,6 @@ _PIECE = 1 << 20
 _LINE = re.compile(r"(?<=\n)(?=\S)")
 
 
-class Tokenizer(Protocol):
-    """Conversion of text to tokens and back. The three marks are tokens below `vocabulary_size`.
-
-    Attributes:
-        begin: token before the first of a document (the end mark if there is no other).
-        end: token after the last of a document.
-        padding: token of unused positions.
-        digest: hash that identifies the tokenizer.
-        chat_template: Jinja template of conversations, if the tokenizer comes with one.
-        special_tokens: texts of `bos_token`, `eos_token` and the like, as templates use them.
-    """
-
-    begin: int
-    end: int
-    padding: int
-    vocabulary_size: int
-    digest: str
-    chat_template: str | None
-    special_tokens: Mapping[str, str]
-
-    def encode(self, text: str) -> Integer[np.ndarray, " token"]:
-        """Return the tokens of a text, without marks before and after."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Integer[np.ndarray, " token"]]:
-        """Return the tokens of each text."""
-        ...
-
-    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the tokens, without marks and numbers that are not tokens."""
-        ...
-
-    def token_of(self, text: str) -> int | None:
-        """Return the token of a whole text, such as <|eot_id|>; None if it is not a token."""
-        ...
-
-
 class ByteTokenizer:
     """Tokenizer of bytes, with three more tokens for a document's begin and end, and padding."""
 
@@ -118,7 +81,17 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer from a tokenizer.json, with its marks from the files beside it."""
+    """Tokenizer from a tokenizer.json, with its marks from the files beside it.
+
+    Attributes:
+        begin: token before the first of a document (the end mark if there is no other).
+        end: token after the last of a document.
+        padding: token of unused positions.
+        vocabulary_size: number above all tokens, also the three marks.
+        digest: hash that identifies the tokenizer.
+        chat_template: Jinja template of conversations, if the tokenizer comes with one.
+        special_tokens: texts of `bos_token`, `eos_token` and the like, as templates use them.
+    """
 
     def __init__(self, file: Path, field: str):
         """Read the files; `field` is the key or option that gave the path.
@@ -179,8 +152,12 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(_within(tokens, self.vocabulary_size))
 
     def token_of(self, text: str) -> int | None:
-        """Return the token of a whole text; None if it is not a token."""
+        """Return the token of a whole text, such as <|eot_id|>; None if it is not a token."""
         return self._tokenizer.token_to_id(text)
+
+
+Tokenizer: TypeAlias = ByteTokenizer | HuggingFaceTokenizer
+"""Conversion of text to tokens and back."""
 
 
 def load_tokenizer(name: str | None, field: str = "data.tokenizer") -> Tokenizer:
