@@ -20,7 +20,6 @@ shaped_network   predicted and measured seconds by method
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -40,6 +39,7 @@ from skippipe_sched.timing.simulate import simulate_plan
 from skippipe_sched.timing.timeline import Timeline
 
 from experiments.paper import cases, drawing
+from skippipe_jax.storage.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -202,9 +202,7 @@ def _row(job: Job, folder: Path) -> dict[str, Any]:
             "processor_s": round(time.process_time() - start_s, 3),
             "plan": plan.to_json(),
         }
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(kept), encoding="utf-8")
-        os.replace(partial, path)
+        atomic_write(path, json.dumps(kept))
     row = asdict(job) | {"processor_s": kept["processor_s"]}
     row |= figures_of(plan, simulate_plan(plan))
     print(f"{NAME}: {job.name}: {row['iteration_s']:.2f} s", flush=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
@@ -22,7 +21,7 @@ from skippipe_jax.inference.evaluation import Answer, evaluate
 from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.partial import Question, Variant, kept, swapped
 from skippipe_jax.inference.scaling import SHARE, create_scaling
-from skippipe_jax.storage.files import PARTIAL
+from skippipe_jax.storage.files import atomic_write
 
 SEQUENCES, QUICK_SEQUENCES = 512, 16
 MICROBATCH = 32
@@ -137,9 +136,7 @@ def main() -> int:
 def _run(arguments: argparse.Namespace) -> int:
     sequences = QUICK_SEQUENCES if arguments.quick else SEQUENCES
     found = summarise(arguments.run, arguments.command, arguments.digest, sequences)
-    partial = arguments.output.with_name(arguments.output.name + PARTIAL)
-    partial.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
-    os.replace(partial, arguments.output)
+    atomic_write(arguments.output, json.dumps(asdict(found)) + "\n")
     return 0
 
 

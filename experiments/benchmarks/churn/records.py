@@ -6,7 +6,6 @@ grows in a host that outlives all faults.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -16,10 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from skippipe_jax.storage.records import last_record, read_records
+
 Note = Mapping[str, Any]
 TOLERANCE = 2e-5
-# Lines of metrics.jsonl and membership.jsonl are shorter by far.
-LONGEST_LINE_BYTES = 65536
 FIRST_FAULTS = 10
 """Faults after which the open files of a host are the reference for all later ones."""
 MORE_OPEN = 4
@@ -29,21 +28,13 @@ LEAST_RATIO = 1.6
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON, but for a last one that is cut short."""
-    if not path.exists():
-        return []
-    text = path.read_text(errors="replace")
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    """The whole lines of a file of JSON; none if it is not there."""
+    return read_records(path, dict[str, Any]) if path.exists() else []
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
     """Return the last whole line of a file of JSON, None if there is none."""
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LONGEST_LINE_BYTES))
-        whole = file.read().rpartition(b"\n")[0].splitlines()
-    return json.loads(whole[-1]) if whole else None
+    return last_record(path, dict[str, Any]) if path.exists() else None
 
 
 def differing_replicas(notes: Iterable[Note]) -> list[str]:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -178,11 +177,8 @@ def folder_for(keep: Path | None, benchmark: str) -> Iterator[Path]:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep.resolve()
         return
-    folder = Path(tempfile.mkdtemp(prefix=f"{benchmark}-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix=f"{benchmark}-") as folder:
+        yield Path(folder)
 
 
 def _command(benchmark: str) -> str:
