@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import skippipe_jax as sp
 from experiments.paper import (
@@ -26,6 +25,7 @@ from experiments.paper.campaign import CONFIGS, SEEDS, Campaign, Run, runs_of, s
 from experiments.paper.jobs import REPOSITORY
 from experiments.paper.study_command import RESULTS, write
 from skippipe_jax.config import load_config, to_tree
+from skippipe_jax.config.parsing import read_files
 from tests.harness.pictures import overlapping_texts
 
 PLAN, PATHS = {"plan.file"}, {"plan.file", "plan.method"}
@@ -97,7 +97,7 @@ def test_a_committed_plan_is_one_of_its_case(name: str):
 def test_committed_configurations_do_not_change_with_the_defaults_of_the_optimizer():
     configs = [*CONFIGS.glob("*.yaml"), REPOSITORY / "experiments" / "quickstart.yaml"]
     for path in configs:
-        optimizer = yaml.safe_load(path.read_text())["optimizer"]
+        optimizer = read_files(path, "config").tree["optimizer"]
         assert {"learning_rate", "beta2", "weight_decay"} <= optimizer.keys(), path
 
 
@@ -129,7 +129,7 @@ def test_first_seeds_are_trained_first():
 
 
 def test_a_quick_run_keeps_its_recipe():
-    tree = yaml.safe_load((CONFIGS / "skip33_ends_full.yaml").read_text())
+    tree = read_files(CONFIGS / "skip33_ends_full.yaml", "config").tree
     small = shrunken(tree)
     assert small["recipe"]["phases"][0]["from_step"] == round(0.8 * small["train"]["steps"])
     assert small["plan"]["file"] == tree["plan"]["file"]

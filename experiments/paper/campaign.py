@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from experiments.benchmarks.harness import reporting
 from experiments.paper import jobs
 from experiments.paper.jobs import Job
 from experiments.paper.summary import Summary
+from skippipe_jax.config.parsing import read_files
 
 PAPER = Path(__file__).parent
 CONFIGS, RESULTS = PAPER / "configs", PAPER / "results" / "runs"
@@ -53,6 +53,11 @@ SEEDS: dict[str, int] = {
     "skip25_random": OTHERS,
     "skip33_skippipe": OTHERS,
 }
+# The order of sections on which the digests of committed summaries depend.
+SECTIONS = (
+    *("model", "plan", "recipe", "data", "optimizer"),
+    *("train", "validation", "checkpoint", "network"),
+)
 # A quick run has so many times fewer iterations, and a model that learns little.
 QUICK = 12
 QUICK_SIZES = {
@@ -93,9 +98,10 @@ class Campaign:
         self.results = self.folder / "results" if quick else RESULTS
 
     def config(self, run: Run) -> dict[str, Any]:
-        """The configuration of a run as a file holds it, but for its folder."""
-        tree = dict(fields.load_yaml(CONFIGS / f"{run.arm}.yaml", "config"))
+        """The configuration of a run as its files hold it, but for its folder."""
+        tree = read_files(CONFIGS / f"{run.arm}.yaml", "config").tree
         del tree["run_dir"]
+        tree = {section: tree[section] for section in sorted(tree, key=SECTIONS.index)}
         if self.quick:
             tree = shrunken(tree)
         # Random paths, and others that are drawn again, are others for each seed.
