@@ -69,9 +69,9 @@ POLISH_SHARE = 0.18
 # A step of polishing replays an order, which is at least this many times as fast as choosing one.
 REPLAYS_OF_STEP = 1.75
 ROUNDS = (
-    Round(chains=8, share=0.42, hottest=0.03, coldest=0.003),
-    Round(chains=3, share=0.2, hottest=0.012, coldest=0.0015),
-    Round(chains=2, share=0.15, hottest=0.006, coldest=0.0003),
+    Round(chains=12, share=0.36, hottest=0.03, coldest=0.003),
+    Round(chains=4, share=0.22, hottest=0.012, coldest=0.0015),
+    Round(chains=2, share=0.19, hottest=0.006, coldest=0.0003),
 )
 ROUNDS_FROM_KNOWN = (
     Round(chains=4, share=0.42, hottest=0.015, coldest=0.0015),

@@ -23,7 +23,7 @@ from skippipe_sched.search.compiled import fast
 from skippipe_sched.search.evaluator import evaluate, replay
 
 # Operations that a second of the budget pays for on each thread, on a machine of any speed. Two
-# cores of a Xeon need 0.7 s for them if paths skip stages, and 1.1 s for full paths.
+# cores of a Xeon need 0.8 to 0.9 s for them if paths skip stages, and 1.1 s for full paths.
 OPERATIONS_PER_S = 28e6
 # Cost of a move in addition to its simulation, in operations.
 OPERATIONS_OF_MOVE = 50
@@ -33,7 +33,7 @@ CACHED_OPERATIONS = 5000
 LOOK_S = 0.1
 
 # Weights of the moves: NODES, REPLICAS, STAGES, SWAP, TAILS, REPLICA, STAGE of moves.py.
-WEIGHTS = np.array([2.0, 3.0, 2.0, 1.0, 2.0, 0.5, 0.5])
+WEIGHTS = np.array([4.0, 3.0, 2.0, 1.0, 2.0, 0.5, 0.5])
 # The mean end of the data nodes guides the search where the maximum is flat.
 MEAN_WEIGHT = 0.3
 # The quick estimate is in seconds, whatever the case.
