@@ -185,7 +185,7 @@ class StagedModel:
         while start < sequences and lengths[start:].any():
             if jax.default_backend() == "cpu":
                 length = padded_length(int(lengths[start:].max()), longest)
-                at_once = max(1, CPU_TOKENS // length)
+                at_once = min(max(1, CPU_TOKENS // length), sequences)
             rows = slice(start, min(start + at_once, sequences))
             missing = (0, at_once - (rows.stop - start)), (0, 0)  # So that few shapes are compiled.
             part: Any = {k: np.pad(own[rows, :length], missing) for k, own in {**batch}.items()}
