@@ -87,7 +87,7 @@ class HuggingFaceTokenizer:
         begin: token before the first of a document (the end mark if there is no other).
         end: token after the last of a document.
         padding: token of unused positions.
-        vocabulary_size: number above all tokens, also the three marks.
+        vocabulary_size: all tokens, the three marks among them, are below this number.
         digest: hash that identifies the tokenizer.
         chat_template: Jinja template of conversations, if the tokenizer comes with one.
         special_tokens: texts of `bos_token`, `eos_token` and the like, as templates use them.

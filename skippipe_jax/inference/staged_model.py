@@ -181,11 +181,10 @@ class StagedModel:
         counted = batch["targets"] != IGNORED_TARGET
         lengths = (counted * np.arange(1, longest + 1)).max(axis=1)
         nats, greedy = np.zeros(sequences, np.float32), np.ones(sequences, bool)
-        start, length, at_once = 0, longest, sequences
-        while start < sequences and lengths[start:].any():
-            if jax.default_backend() == "cpu":
-                length = padded_length(int(lengths[start:].max()), longest)
-                at_once = min(max(1, CPU_TOKENS // length), sequences)
+        start, is_cpu = 0, jax.default_backend() == "cpu"
+        while lengths[start:].any():
+            length = padded_length(int(lengths[start:].max()), longest)
+            at_once = min(max(1, CPU_TOKENS // length), sequences) if is_cpu else sequences
             rows = slice(start, min(start + at_once, sequences))
             missing = (0, at_once - (rows.stop - start)), (0, 0)  # So that few shapes are compiled.
             part: Any = {k: np.pad(own[rows, :length], missing) for k, own in {**batch}.items()}
