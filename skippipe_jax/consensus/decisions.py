@@ -114,9 +114,9 @@ def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
         case Abandoned(number):
             if number != state.number or not state.takes_part:
                 return state, []
-            # Its beats carry this ballot, and the proposer uses a greater one.
-            ballot = state.highest[0] + 1, state.host
-            return replace(state, promised=ballot, highest=ballot), []
+            # Its beats carry this ballot. That of any proposal is greater, so no proposal waits.
+            ballot = 0, state.host
+            return replace(state, promised=ballot, highest=max(state.highest, ballot)), []
         case Stored(generation):
             return _announce(state, generation)
         case Tick():

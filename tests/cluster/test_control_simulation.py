@@ -11,6 +11,7 @@ import pytest
 
 from skippipe_jax.training.elastic.coordinator import Confirming, Suspended
 from tests.cluster.control_simulation import CLUSTER, simulate, simulated
+from tests.training.test_rounds import OPENING
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -57,6 +58,27 @@ def test_hosts_find_each_other_whose_addresses_changed_while_they_were_cut_off(
             simulation.crash(host)
         simulation.wait(15.0)
         simulation.require_goes_on()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("lost", [0, 1, 4])
+def test_a_loss_costs_four_round_trips(lost: int, seed: int, monkeypatch: pytest.MonkeyPatch):
+    """At 100 ms one way, with the two messages of `tests.training.test_rounds` that open sessions.
+
+    Some hosts detect first that their transfers are cut, and take no further part in the old one.
+    """
+    with simulated(monkeypatch, 5, seed, rewinds=True, keeps_enough=True) as simulation:
+        simulation.wait(2.0)
+        monkeypatch.setattr(simulation.network, "delay_s", lambda *_: 0.1)
+        simulation.wait(5.0)
+        simulation.crash(lost, for_s=60.0)
+        hosts = [own for host, own in simulation.live.items() if host != lost]
+        while not all(lost in own.attended.missed for own in hosts):
+            simulation.wait(0.005)
+        noticed_s, before = simulation.loop.time(), len(simulation.log)
+        simulation.run(lambda: all(own.state.number == 2 for own in hosts), 5.0)
+        entered_s = max(at_s for at_s, _, _ in simulation.log[before:])
+        assert 0.4 < entered_s - noticed_s + OPENING * 0.1 <= 4 * 0.2
 
 
 @pytest.mark.parametrize("others", [(0, 2), (0, 3)])

@@ -44,7 +44,7 @@ STEPS = 6
 CASE = SMALL_CASE | {"locations": ["here"], "links": []}
 # Ask, promise, ask, accepted, decided; then a report, and the word that all are ready.
 DECIDING, OPENING = 5, 2
-MOST_ROUND_TRIPS = 6
+MOST_ROUND_TRIPS = 4
 
 
 def configured(folder: Path) -> Path:
