@@ -12,6 +12,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 import msgspec
+from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax import log
 from skippipe_jax.consensus.decisions import advance
@@ -37,12 +38,14 @@ TICK_S = 0.5
 SOON_S = 0.05
 """Seconds from a detected loss to the tick that acts on it: more losses may follow at once."""
 
-STORES_AGAIN_S = 1.0
-"""Seconds between attempts to write a generation to storage that fails."""
+STORES_AGAIN_S, STORE_ATTEMPTS = 1.0, 30
+"""Seconds between attempts to write a generation to storage that fails, and their number."""
 
 
 Store = Callable[[Generation], Generation]
-"""Function that writes a generation unless there is one, and returns the one that is there."""
+"""Function that writes a generation unless there is one, and returns the one that is there.
+
+It raises `TemporaryError` if the storage fails."""
 
 
 class _Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -139,12 +142,15 @@ class Control:
                     self._follow(effect)
 
     async def _write(self, generation: Generation) -> None:
-        while True:
+        for attempt in range(1, STORE_ATTEMPTS + 1):
             try:
                 stored = await self._loop.run_in_executor(self._storing, self._store, generation)
                 break
-            except OSError as error:
-                log.warning(f"cannot write generation {generation.number} to run_dir: {error}")
+            except TemporaryError as error:
+                if attempt == STORE_ATTEMPTS:
+                    raise
+                name = f"generation {generation.number}"
+                log.warning(f"cannot write {name}: run_dir {error.problem}; retrying")
             await asyncio.sleep(STORES_AGAIN_S)
         del self._stores[generation.number]
         self._process(Stored(stored))

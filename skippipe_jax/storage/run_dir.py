@@ -267,9 +267,11 @@ class RunDir:
             folder.mkdir(exist_ok=True)
             partial.write_text(json.dumps(msgspec.to_builtins(generation)), encoding="utf-8")
             # Creating a hard link to a complete file is atomic.
-            with suppress(FileExistsError):
-                os.link(partial, path)
-            partial.unlink(missing_ok=True)
+            try:
+                with suppress(FileExistsError):
+                    os.link(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
             return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), Generation)
         except OSError as error:  # May be temporary during training.
             raise unusable(self.path, error) from error

@@ -18,6 +18,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from typing import Any
 
+from skippipe_sched.errors import TemporaryError
+
 OWN: contextvars.ContextVar[Process] = contextvars.ContextVar("own")
 """The process whose code runs; none for that of the simulation itself."""
 
@@ -508,7 +510,7 @@ class VirtualStorage(Executor):
             if was_done:
                 future.set_result(found)
             else:
-                future.set_exception(OSError(errno.ESTALE, "stale file handle"))
+                future.set_exception(TemporaryError("run_dir", "run", "stale file handle", "Wait"))
 
         self._loop.network.at(self._loop.time() + random.uniform(0.01, 0.3), answer)
         return future
