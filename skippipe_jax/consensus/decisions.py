@@ -153,11 +153,13 @@ def _received(state: State, source: int, message: Message) -> tuple[State, list[
 def _is_of_run(state: State, message: Message) -> bool:
     """Return True if the generation in a message, if any, is valid for this start of the run."""
     match message:
+        case Promise(wish=PlanRequest(_, placement)) if not state.rules.fits(placement):
+            return False
         case Decided(generation):
             number = generation.number
         case Ask(number, _, Generation() as generation):
             pass
-        case Promise(number, _, _, (_, generation)):
+        case Promise(number, _, _, (_, generation), _):
             pass
         case _:
             return True
@@ -341,7 +343,8 @@ def _asked(state: State, source: int, ask: Ask) -> tuple[State, list[Effect]]:
         return state, [] if source == state.host else [Send(source, _own_beat(state))]
     state = replace(state, promised=ask.ballot, highest=max(state.highest, ask.ballot))
     if ask.generation is None:
-        promise = Promise(ask.number, ask.ballot, state.standing, state.accepted)
+        wish = state.wish if state.leads else None
+        promise = Promise(ask.number, ask.ballot, state.standing, state.accepted, wish)
         return state, [Send(source, promise)]
     state = replace(state, accepted=(ask.ballot, ask.generation))
     return state, [Send(source, Accepted(ask.number, ask.ballot))]

@@ -152,6 +152,17 @@ class Standing(msgspec.Struct, frozen=True):
     copies: Copies = ()
 
 
+class PlanRequest(msgspec.Struct, frozen=True):
+    """Request to follow generation `number` by a placement, with the plan of digest `plan`.
+
+    The leader proposes it after a committed step.
+    """
+
+    number: Number
+    placement: Placement
+    plan: Text
+
+
 # Messages between hosts. `number` is the number of the generation that a message is about.
 
 
@@ -172,12 +183,16 @@ class Ask(_Message, frozen=True):
 
 
 class Promise(_Message, frozen=True):
-    """Promise of a ballot, with the sender's standing and the last proposal that it accepted."""
+    """Promise of a ballot, with the sender's standing and the last proposal that it accepted.
+
+    That of the leader also has its request, as another host may propose before the leader decides.
+    """
 
     number: Number
     ballot: Ballot
     standing: Standing
     accepted: tuple[Ballot, Generation] | None
+    wish: PlanRequest | None = None
 
 
 class Accepted(_Message, frozen=True):
@@ -306,17 +321,6 @@ class Told(msgspec.Struct, frozen=True):
 
 class TextMissing(msgspec.Struct, frozen=True):
     """Report that this host does not have the run's training text, or has another one."""
-
-
-class PlanRequest(msgspec.Struct, frozen=True):
-    """Request to follow generation `number` by a placement, with the plan of digest `plan`.
-
-    The leader proposes it after a committed step.
-    """
-
-    number: int
-    placement: Placement
-    plan: str
 
 
 Event = (

@@ -344,7 +344,8 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     new = {host: process for host, process in state.joining.items() if host not in promised}
     furthest = max((own.standing for own in promises.values()), key=lambda own: own.applied)
     held = held_after(rules, last, {host: own.standing for host, own in promises.items()})
-    wish = state.wish if state.wish is not None and state.wish.number == last.number else None
+    wishes = [own.wish for own in promises.values() if own.wish is not None]
+    wish = next((own for own in wishes if own.number == last.number), None)
     leaving = going(state)
     everybody = promised | new.keys()
     without_text = state.textless & everybody

@@ -17,6 +17,7 @@ from msgspec import structs
 
 from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (
+    Abandoned,
     Beat,
     Decided,
     Enter,
@@ -407,6 +408,22 @@ def test_what_a_host_has_given_up_it_has_until_a_step_is_made_without_it():
     step(simulation)
     assert {len(own.applied) for own in simulation.live.values()} == {3}
     assert {own.state.standing.holds for own in simulation.live.values()} == {(0,), (1,)}
+
+
+def test_a_leaders_wish_counts_where_another_host_outbids_it():
+    """Host 0 has come back without state, and proposes before the others hear of host 1's wish."""
+    simulation = stepped(4)
+    lose_all(simulation, 0)
+    restart(simulation, 0)
+    pass_time(simulation)
+    step(simulation)
+    third = simulation.decided[3]
+    assert (third.members, third.leader) == ((0, 1, 2, 3), 1)
+    simulation.tell(1, PlanRequest(3, SWAPPED, "a plan"))
+    simulation.tell(0, Abandoned(3))
+    pass_time(simulation)
+    assert simulation.decided[4].cause == "a faster plan was found"
+    assert simulation.decided[4].plan == "a plan"
 
 
 def test_a_wish_counts_in_its_generation_and_from_a_leader_alone():
