@@ -1,6 +1,6 @@
 """Collective operations on small values: gather, broadcast and barrier.
 
-Each operation takes a name, which a run uses once, and JSON values; every host, the sender too,
+Each operation takes a name, which a group uses once, and JSON values; every host, the sender too,
 gets them as decoded from JSON. A host that fails to make its value sends the error and raises it;
 the receivers raise `PeerFailed`.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from skippipe_jax.errors import PeerFailed
@@ -22,10 +22,12 @@ class Host(Protocol):
     Attributes:
         index: position among the hosts, from 0.
         count: number of hosts.
+        hosts: host ids in the run, by position.
     """
 
     index: int
     count: int
+    hosts: Sequence[int]
 
     @abstractmethod
     def put(self, key: str, value: str) -> None:
@@ -115,7 +117,7 @@ def hear(host: Host, name: str, hosts: Iterable[int], timeout_s: float) -> dict[
         left_s = max(0.0, end - time.monotonic())
         message = json.loads(host.get(f"{name}/{source}", left_s, source))
         if "error" in message:
-            text = f"host {source} failed at {name!r}: {message['error']}"
+            text = f"host {host.hosts[source]} failed at {name!r}: {message['error']}"
             raise PeerFailed(text, message["kind"])
         heard[source] = message["value"]
     return heard

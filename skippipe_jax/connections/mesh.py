@@ -449,6 +449,7 @@ class Mesh:
                 self._silent_beats[host] = 0
                 if host in self._missed:
                     self._missed.discard(host)
+                    self._update_presence()
                     self._found(host)
             message = await link.receive()
             match message:
@@ -540,5 +541,5 @@ class Mesh:
     def _update_presence(self) -> None:
         if self._links.keys() >= set(self.directory.others):
             self._all_connected.set()
-        if self._parted | self.missed >= set(self.directory.others):
-            self._all_parted.set()
+        are_all_gone = self._parted | self.missed >= set(self.directory.others)
+        (self._all_parted.set if are_all_gone else self._all_parted.clear)()

@@ -45,7 +45,7 @@ def test_where_host_0_fails_all_others_name_its_error():
     assert isinstance(own, InputError)
     for error in others:
         assert isinstance(error, PeerFailed)
-        assert str(error) == "host 0 failed at 'it': InputError: field = 0: is wrong. Mend it."
+        assert str(error) == "host 5 failed at 'it': InputError: field = 0: is wrong. Mend it."
         assert error.kind == "InputError"
 
 

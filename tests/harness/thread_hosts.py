@@ -21,6 +21,7 @@ class ThreadHost:
     ):
         self.index = index
         self.count = count
+        self.hosts = range(5, 5 + count)  # Ids in a run of more hosts.
         self._said, self._changed = board or ({}, threading.Condition())
 
     def peer(self, index: int) -> ThreadHost:

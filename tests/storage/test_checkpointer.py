@@ -253,7 +253,7 @@ def test_every_host_learns_that_one_failed(tmp_path, writers, broken, monkeypatc
     for writer in writers:
         with pytest.raises(CheckpointFailed, match="ValueError: NotWritten: in the text") as caught:
             writer.wait()
-        named = f"host {broken} failed at 'checkpoint/3/part'" in str(caught.value)
+        named = f"host {broken + 5} failed at 'checkpoint/3/part'" in str(caught.value)
         assert named == (writer is not writers[broken])
     assert latest_step(tmp_path) is None
     monkeypatch.undo()
