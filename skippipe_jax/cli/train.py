@@ -115,10 +115,9 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
-    """Run the checks that host 0 makes before it writes the run directory, and print the results.
+    """Check configuration, folder, plan, hosts and memory as host 0 does, and print the results.
 
-    A single host that measures its cluster also reads the text and the pretrained weights, as it
-    needs both.
+    Text and pretrained weights are read only by a single host that measures its cluster.
 
     Raises:
         InputError: if the run could not start.

@@ -96,7 +96,7 @@ class Group:
         count: number of hosts.
         hosts: host ids in the run, by position.
         generation: generation of these hosts; `NO_GENERATION` for fixed hosts.
-        timeout_s: seconds that hosts wait for each other before training.
+        timeout_s: seconds that hosts wait for each other in the operations of `agreement`.
         is_distributed: whether one JAX runtime has the devices of all hosts.
     """
 

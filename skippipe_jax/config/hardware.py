@@ -142,8 +142,9 @@ class NetworkConfig(Section, name="network"):
         jitter: with `emulate`, operations, hops and averaging take 1 + x times as long, x being
             exponential with this mean, drawn for each step from the seed.
         averaging: sum a stage's gradients by a JAX `collective`, or in chunks around a `ring`.
-            `auto`: the ring in `independent` mode, and where a link between hosts has less than 1
-            GiB/s. In `outer` mode, for `averaging.exact_steps` only.
+            `auto`: between hosts the ring in `independent` mode and where a link has less than 1
+            GiB/s, else the collective. Hosts whose meshes differ always use the ring. In `outer`
+            mode, for `averaging.exact_steps` only.
         activation_dtype: type of activations in transfers. `int8` has one scale for 128 channels of
             a token. null: as computed.
         gradient_dtype: type of gradients of activations in transfers. null: as activations.

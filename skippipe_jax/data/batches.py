@@ -95,13 +95,13 @@ def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
 
 def _require_a_sequence(config: DataConfig, text: str, documents: TokenizedDocuments) -> None:
     """Raise `InputError`, naming the `text`, unless these documents fill a sequence."""
-    # A window needs one more token as a target; a document has at least two tokens, its marks.
-    needed = config.sequence_length + 1 if config.packing == "windows" else 2
     size = documents.tokens.size
-    if size < needed:
+    if config.packing == "windows" and size < (needed := config.sequence_length + 1):
         problem = f"{text} has {size} tokens, but a sequence and its last target need {needed}"
         remedy = "Lower it, add text, or change data.held_out"
         raise config.error("sequence_length", problem, remedy)
+    if size < 2:  # The marks of a document.
+        raise config.error("held_out", f"{text} is empty", "Add text, or change the share")
 
 
 class TrainingBatches:

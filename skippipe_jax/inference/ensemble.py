@@ -219,7 +219,7 @@ AVERAGED_SHAPES = tuple(key for key in SHAPES if key != "context")
 
 
 def averaged(models: Sequence[StagedModel]) -> StagedModel:
-    """One model whose parameters are the means of those of several, added up in float32.
+    """Return a model whose parameters are the means of those of several, added up in float32.
 
     Raises:
         InputError: if they are not of one shape, or not cut alike.

@@ -103,7 +103,7 @@ class Evaluation:
     scaled: Evaluation | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """One object: a list under `keep`, an object under each other question that was asked."""
+        """Return one object: a list under `keep`, an object under each other question asked."""
         result: dict[str, Any] = {
             "step": self.step,
             "loss": self.loss,

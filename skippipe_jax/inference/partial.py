@@ -46,7 +46,7 @@ class Question:
 
 
 def full(stages: int) -> Order:
-    """Every stage, in order."""
+    """Return every stage, in order."""
     return tuple(range(stages))
 
 
@@ -97,7 +97,7 @@ def path_variants(plan: Plan, stages: int) -> Question:
 
 
 def swapped(stages: int) -> Question:
-    """Every stage, each pair of neighbouring inner stages in turn in reversed order.
+    """Return every stage, each pair of neighboring inner stages in turn in reversed order.
 
     Raises:
         InputError: if there are no two inner stages.
@@ -115,7 +115,7 @@ def swapped(stages: int) -> Question:
 
 
 def leave_one_out_variants(stages: int) -> Question:
-    """Every stage but one, each inner stage left out in turn.
+    """Return every stage but one, each inner stage left out in turn.
 
     Raises:
         InputError: if there is no inner stage.

@@ -140,7 +140,7 @@ def text_of(data: DataConfig, domain: str, part: str, sequences: int) -> str:
 def _batches(
     data: DataConfig, domain: str, part: str, sequences: int, text: Any
 ) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
-    """Each batch, which of its rows are scored, and where documents start; `text` hashes them."""
+    """Yield each batch, the rows to score, and the starts of documents; `text` hashes them."""
     text.update(b"%d" % data.sequence_length)
     begin = load_tokenizer(tokenizer_of(data)).begin
     size = min(data.microbatch_size, sequences)

@@ -193,7 +193,8 @@ def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffi
             "outer": size_text(own.outer),
             "in flight": f"{own.in_flight} x {size_text(own.kept)}",
             "in transit": size_text(own.changes),
-            "working": size_text(own.waiting + own.working),
+            "waiting": size_text(own.waiting),
+            "working": size_text(own.working),
             "total": size_text(own.total),
         }
         shown = [heading for heading in cells if heading not in hidden]

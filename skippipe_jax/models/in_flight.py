@@ -135,7 +135,7 @@ def memory_warnings(config: Config, case: Case, stage_of: Sequence[int] | None =
     `stage_of` is the stage that each node serves, if a plan has decided it.
     """
     return [
-        f"case.memory = {room.held.in_flight} is more than {names(room.nodes)} can hold: "
+        f"{_memory_given(case, room)} is more than {names(room.nodes)} can hold: "
         f"{holding(room)}. Use {'' if room.held.in_flight == 1 else f'less, memory: {AUTO}, '}"
         f"{memory_remedies(config, case, room)}"
         for room in rooms(config, case, stage_of)
@@ -143,16 +143,24 @@ def memory_warnings(config: Config, case: Case, stage_of: Sequence[int] | None =
     ]
 
 
+def _memory_given(case: Case, room: Room) -> str:
+    """Return the key and value of a case that set the `memory` of these nodes."""
+    node, given = room.nodes[0], case.nodes[room.nodes[0]].memory
+    is_of_all = case.source.get("memory") == given
+    return f"case.{'' if is_of_all else f'nodes[{node}].'}memory = {given}"
+
+
 def holding(room: Room) -> str:
     """Describe the bytes that are held, and the bytes that may be filled."""
     held = room.held
     of_each = "" if room.mesh == ONE_DEVICE else f" on each of {room.mesh.devices} devices"
     gathered = f"{size_text(held.gathered)} gathered, " if held.gathered else ""
+    in_transit = f"{size_text(held.changes)} in transit, " if held.changes else ""
     text = (
         f"stage {room.stage} takes {size_text(held.total)}{of_each} with {held.in_flight} in "
         f"flight ({size_text(held.state)} always, {gathered}"
         f"{size_text(held.in_flight * held.kept)} in flight, "
-        f"{size_text(held.waiting + held.changes)} waiting, {size_text(held.working)} working)"
+        f"{size_text(held.waiting)} waiting, {in_transit}{size_text(held.working)} working)"
     )
     if room.memory_bytes is None or room.usable_bytes is None:
         return text

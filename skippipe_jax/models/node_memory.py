@@ -59,7 +59,7 @@ class NodeMemory:
     With `averaging.mode: outer`, `outer` is the anchor, momentum and residual of a stage with
     replicas, and `changes` the node's bytes for fragments in transit. `kept` is what one microbatch
     in flight keeps for its backward pass, and `in_flight` is the most microbatches in flight.
-    `waiting` is activations and gradients in transit, all of which may have arrived at one node.
+    `waiting` is activations and gradients that may wait at the node for their operation.
     `working` is the temporaries of an operation. `gathered` is weights gathered from the devices of
     a mesh for an iteration. `host` is what is offloaded to the memory of the node's host; it is not
     on the device.

@@ -137,7 +137,7 @@ def make_schedule(
         drawn = [own] if not part.changes else []
         while len(drawn) < part.redraws:
             search = Search(seed + len(drawn), budget_s, own.stages)
-            drawn.append(_planned(part, own.case, method, search, recipe))
+            drawn.append(_planned(part, own.case, method, search))
         if recipe.redraw_every is None or part.name == FULL:
             [plans[part.name]] = drawn
         else:
@@ -175,7 +175,7 @@ def _parts(recipe: RecipeConfig, case: Case) -> Iterator[_Part]:
         yield _Part(FULL, f"recipe.{asked}", getattr(recipe, asked), 1, in_order)
 
 
-def _planned(part: _Part, case: Case, method: str, search: Search, recipe: RecipeConfig) -> Plan:
+def _planned(part: _Part, case: Case, method: str, search: Search) -> Plan:
     rules = {key: value for key, value in part.changes.items() if key != "path_length"}
     changed = {
         "path_length": part.changes.get("path_length", case.path_length),

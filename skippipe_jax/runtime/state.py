@@ -139,7 +139,7 @@ Kept = Mapping[tuple[int, NodeSharding], StageState]
 
 @dataclass
 class NodeState:
-    """State of one node during an iteration, by microbatch."""
+    """State of one node, kept over iterations; the entries are by microbatch."""
 
     gauge: Gauge
     saved: dict[int, PyTree] = field(default_factory=dict)

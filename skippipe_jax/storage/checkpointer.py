@@ -153,7 +153,7 @@ class Checkpointer:
 
         Raises:
             InputError: if the step is already saved.
-            Exception: if the previous checkpoint was not committed, see `wait`.
+            Exception: what `wait` raises; a previous one that was not written is only warned of.
         """
         self.wait()
         committed = step_folder(self._run_dir, step)

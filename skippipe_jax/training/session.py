@@ -181,7 +181,7 @@ class Session:
             self._watchdog_guard = opened.enter_context(closing(watchdog)).iteration
         for callback in self.callbacks:
             opened.callback(callback.close)
-        opened.callback(runtime.close)
+        opened.callback(runtime.close)  # Again: before the callbacks, if all has opened.
         # Closed first, so that a checkpoint in progress is completed even after an error.
         opened.enter_context(closing(self._checkpointer))
         self.out_of_patience = self._ask_patience("patience")

@@ -129,8 +129,13 @@ class Trainer:
 
     @property
     def session(self) -> Session:
-        """Current session, once the run is set up."""
-        assert self._session is not None, "is set up"
+        """Current session, once the run is set up.
+
+        Raises:
+            RuntimeError: if it is not.
+        """
+        if self._session is None:
+            raise RuntimeError("the run is not set up: call train_step() or run(), or use `with`")
         return self._session
 
     @property

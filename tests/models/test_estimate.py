@@ -234,7 +234,7 @@ def test_the_table_has_columns_of_outer_averaging(command: Any):
     _, said, _ = command(CONFIG | {"averaging": OUTER})
     head, data, inner, _, sent, in_a_case = said.splitlines()
     names = re.split(r"  +", head)
-    assert names[7:11] == ["outer", "in flight", "in transit", "working"]
+    assert names[7:12] == ["outer", "in flight", "in transit", "waiting", "working"]
     columns = dict(zip(names, re.split(r"  +", inner), strict=True))
     assert columns["outer"] == "46.8 kB"
     assert dict(zip(names, re.split(r"  +", data), strict=True))["in transit"] == "0 B"

@@ -258,6 +258,11 @@ def test_a_number_that_is_too_great_is_warned_of_where_bytes_are_given():
     [sentence] = memory_warnings(config, case)
     assert sentence.startswith("case.memory = 4 is more than nodes 0-4 can hold: stage 0 takes ")
     assert "Use less, memory: auto, " in sentence
+    own = {"memory": 100, "memory_bytes": size}  # More than there are microbatches.
+    case = parse_case(SIZED | {"memory": 1, "memory_bytes": 1e18, "nodes": [{}, own, {}, {}, {}]})
+    [sentence] = memory_warnings(config, case)
+    assert sentence.startswith("case.nodes[1].memory = 100 is more than node 1 can hold: ")
+    case = parse_case(SIZED | {"memory": 4, "memory_bytes": size})
     for fine in ({"memory": 3, "memory_bytes": size}, {"memory": 4}):
         assert memory_warnings(config, parse_case(SIZED | fine)) == []
     # A plan may have put small nodes where less is needed.
