@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from docs import rooms
+from tests.measures import (
+    MAX_LINES_OF_FUNCTION,
+    MAX_PARAMETERS,
+    Function,
+    functions,
+    imports_of,
+    in_cycles,
+    lines_of,
+    modules,
+    parameters_of,
+)
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"skippipe_jax": ROOT, "skippipe_sched": ROOT / "sched"}
-MAX_LINES_OF_FUNCTION = 70
-MAX_PARAMETERS = 8
 # Exceptions, as `module: function`. Nobody adds to them; whoever makes one short takes it off.
 LONG_FUNCTIONS = {
     "skippipe_jax.consensus.next_generation: next_generation",
@@ -40,42 +46,23 @@ def test_a_room_imports_only_from_lower_floors():
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
-    """Yield all functions within a node, each with its qualified name."""
-    for child in ast.iter_child_nodes(node):
-        name = prefix
-        if isinstance(child, Function | ast.ClassDef):
-            name = f"{prefix}{child.name}"
-            if not isinstance(child, ast.ClassDef):
-                yield name, child
-            name += "."
-        yield from functions(child, name)
-
-
-def functions_of_packages() -> Iterator[tuple[str, Function]]:
-    for package, root in PACKAGES.items():
-        for path in (root / package).rglob("*.py"):
-            module = ".".join(path.relative_to(root).with_suffix("").parts)
-            yield from functions(ast.parse(path.read_text(encoding="utf-8")), f"{module}: ")
-
-
 # Before any test runs: once a test has had a RecursionError, Python 3.11 may parse no more.
-FUNCTIONS = dict(functions_of_packages())
-
-
-def parameters_of(function: Function) -> int:
-    """Count the parameters of a function, without `self` or `cls`."""
-    given = ast.iter_child_nodes(function.args)
-    names = [own.arg for own in given if isinstance(own, ast.arg)]
-    return len(names) - (names[0] in ("self", "cls") if names else 0)
+MODULES = modules()
+FUNCTIONS: dict[str, Function] = {
+    f"{module.name}: {name}": function
+    for module in MODULES
+    for name, function in functions(module.tree)
+}
 
 
 def test_no_function_is_too_long():
-    lengths = {name: (own.end_lineno or 0) - own.lineno + 1 for name, own in FUNCTIONS.items()}
-    assert {name for name in lengths if lengths[name] > MAX_LINES_OF_FUNCTION} == LONG_FUNCTIONS
+    found = {name for name, own in FUNCTIONS.items() if lines_of(own) > MAX_LINES_OF_FUNCTION}
+    assert found == LONG_FUNCTIONS
+
+
+def test_no_modules_import_each_other():
+    names = {module.name for module in MODULES}
+    assert in_cycles({module.name: imports_of(module, names) for module in MODULES}) == set()
 
 
 def test_no_signature_has_too_many_parameters():

@@ -12,7 +12,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,10 @@ from jaxtyping import Array, Bool, Float, Int
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.sampling import Sampling
+from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest, ScoredToken
 from skippipe_jax.inference.partial import Order
+from skippipe_jax.inference.stage_set import StageSet
 from skippipe_jax.inference.token_sampling import (
     Penalties,
     SamplingRows,
@@ -40,10 +42,6 @@ from skippipe_jax.models.llama import (
     StageStructure,
     rotations,
 )
-
-if TYPE_CHECKING:
-    from skippipe_jax.inference.ensemble import Ensemble
-    from skippipe_jax.inference.staged_model import StagedModel
 
 Prompt = TypeVar("Prompt", str, list[int])
 """A text, or tokens."""
@@ -128,12 +126,25 @@ class Decoder:
         raise NotImplementedError
 
 
+class LanguageModel(Protocol):
+    """Model, or mixture of models, that text is generated with."""
+
+    @property
+    def context(self) -> int:
+        """Most tokens in a sequence."""
+        ...
+
+    def decoder(self, slots: int, length: int) -> Decoder:
+        """Return a decoder of `slots` sequences of `length` positions."""
+        ...
+
+
 class StageExecutor(Decoder):
     """The `Decoder` of one model: runs its stages, each over a cache of its own."""
 
     def __init__(
         self,
-        model: StagedModel,
+        model: StageSet,
         order: Order,
         slots: int,
         length: int,
@@ -649,7 +660,7 @@ class _Entering:
 
 
 def generate_tokens(
-    model: StagedModel | Ensemble,
+    model: LanguageModel,
     prompt: Sequence[int],
     count: int,
     sampling: Sampling,
@@ -681,7 +692,8 @@ def generate_tokens(
 
 
 def continuation(
-    model: StagedModel | Ensemble,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
     prompt: str | Sequence[int],
     max_new_tokens: int,
     sampling: Sampling,
@@ -691,7 +703,6 @@ def continuation(
     Raises:
         InputError: if prompt and tokens are longer than the model's context.
     """
-    tokenizer = model.tokenizer
     tokens = [tokenizer.begin, *tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt
     given = [int(token) for token in tokens]
     drawn = [*generate_tokens(model, given, max_new_tokens, sampling, tokenizer.end)]

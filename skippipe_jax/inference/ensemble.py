@@ -149,7 +149,7 @@ class Ensemble:
         sampling: Sampling = Sampling(),  # noqa: B008 (it is frozen)
     ) -> Prompt:
         """Go on from a text by a text, or from tokens by tokens, as `StagedModel.generate`."""
-        return continuation(self, prompt, max_new_tokens, sampling)
+        return continuation(self, self.tokenizer, prompt, max_new_tokens, sampling)
 
     def _log_weights(
         self, log_p: Float[np.ndarray, "expert sequence position"], batch: Batch

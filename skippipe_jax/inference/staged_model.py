@@ -15,13 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import ModelConfig
 from skippipe_jax.config.data import BYTES
-from skippipe_jax.config.model import AUTO, PLATFORM_OF, StagePartition
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import (
     IGNORED_TARGET,
@@ -31,9 +28,10 @@ from skippipe_jax.data.batches import (
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 from skippipe_jax.inference.decoding import Prompt, StageExecutor, continuation, padded_length
 from skippipe_jax.inference.partial import Order, checked_order, full, kept
+from skippipe_jax.inference.stage_set import StageSet
 from skippipe_jax.models.branch_scales import BranchScales, ScaleTable
 from skippipe_jax.models.document_mask import marked_tokens
-from skippipe_jax.models.llama import StageStructure, create_stage
+from skippipe_jax.models.llama import StageStructure
 
 CPU_TOKENS = 256
 """Tokens that a CPU scores together: activations of more do not fit into its caches."""
@@ -43,18 +41,14 @@ Tokens = Sequence[int] | Sequence[Sequence[int]] | Int[np.ndarray, "*sequence po
 
 
 @dataclass(frozen=True, eq=False)
-class StagedModel:
+class StagedModel(StageSet):
     """A model cut into stages, which run in any order.
 
     Attributes:
-        config: its shapes.
-        parameters: those of each stage; stage 0 is the data stage.
         tokenizer_name: what makes its tokens, as `load_tokenizer` takes it.
         order: the stages that run where none are named, the data stage first; None is all of them.
     """
 
-    config: ModelConfig
-    parameters: Sequence[Any]
     tokenizer_name: str = BYTES
     order: Order | None = None
 
@@ -62,16 +56,6 @@ class StagedModel:
         """Tell its shapes, and how it is cut."""
         model, layers = self.config, tuple(self.cut)
         return f"Model(width={model.width}, layers={model.layers}, stages={layers})"
-
-    @property
-    def stages(self) -> int:
-        """Number of stages."""
-        return len(self.parameters)
-
-    @property
-    def cut(self) -> StagePartition:
-        """Number of blocks of each stage."""
-        return self.config.stage_partition(self.stages)
 
     @property
     def default_order(self) -> Order:
@@ -164,7 +148,7 @@ class StagedModel:
             InputError: if prompt and tokens are longer than the model's context.
         """
         chosen = replace(self, order=self._order(order))
-        return continuation(chosen, prompt, max_new_tokens, sampling)
+        return continuation(chosen, self.tokenizer, prompt, max_new_tokens, sampling)
 
     def decoder(self, slots: int, length: int, scales: ScaleTable | None = None) -> StageExecutor:
         """Return what a `Generator` draws tokens with: `slots` sequences of `length` positions.
@@ -223,11 +207,6 @@ class StagedModel:
         targets[:, : rows.shape[1] - 1] = rows[:, 1:]
         return {"tokens": inputs, "targets": targets}
 
-    @cached_property
-    def structures(self) -> tuple[StageStructure, ...]:
-        """Structure of each stage, which makes a stage of its parameters."""
-        return _structures(self.config, self.stages)
-
     def embed(self, batch: Batch) -> Float[Array, "sequence position width"]:
         """Return the residual stream after the data stage, with which every order begins."""
         return _apply(self.structures[0], self.parameters[0], marked_tokens(batch))
@@ -253,23 +232,6 @@ class StagedModel:
     ) -> tuple[Float[Array, "batch time"], Bool[Array, "batch time"]]:
         """Return the cross-entropy [nats] of each target, and whether it is the likeliest token."""
         return _scores(self.structures[0], self.parameters[0], x, targets)
-
-
-@functools.cache
-def _structures(config: ModelConfig, stages: int) -> tuple[StageStructure, ...]:
-    """Return what `StagedModel.structures` says."""
-    if PLATFORM_OF.get(config.attention) not in (None, jax.default_backend()):
-        config = replace(config, attention=AUTO)
-    layers = config.stage_partition(stages)
-
-    def structure(stage: int) -> StageStructure:
-        return StageStructure(
-            nnx.eval_shape(lambda: create_stage(config, stage, layers, jax.random.key(0)))
-        )
-
-    # Stages that are alike share one, which is found without a comparison.
-    known = dict[StageStructure, StageStructure]()
-    return tuple(known.setdefault(own, own) for own in map(structure, range(stages)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.inference.decoding import StageExecutor, Step
 from skippipe_jax.inference.partial import Order
-from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.inference.stage_set import StageSet
 from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.runtime.wire_format import WireFormat
 
@@ -84,7 +84,7 @@ class LocalStages:
     def hold(self, stage: int, parameters: Any) -> None:
         """Add a stage and compile all of its programs."""
         own = [parameters if other == stage else None for other in range(self._stages)]
-        model, slots = StagedModel(self._config, own), self._slots
+        model, slots = StageSet(self._config, own), self._slots
         executors = [
             StageExecutor(model, (stage,), slots.each, slots.length, scales=self.scales)
             for _ in range(slots.groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods import METHODS
+from skippipe_sched.methods.registry import METHODS
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
