@@ -55,8 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_cluster_arguments(parser)
     add_log_level(parser)
-    about = "check and print configuration, plan and memory, then exit"
-    parser.add_argument("--dry-run", action="store_true", help=about)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check and print configuration, plan and memory, then exit; no plan if several hosts "
+        "are to measure",
+    )
     parser.set_defaults(interrupted=INTERRUPTED)
 
 

@@ -307,6 +307,8 @@ def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
         # Shapes from weights and tokenizer are set by now, so they take precedence over the preset.
         preset = fields.text(model["preset"], "model.preset", PRESETS)
         tree["model"] = PRESETS[preset] | model
+    if isinstance(tree.get("run_dir"), str):
+        tree["run_dir"] = os.path.expanduser(tree["run_dir"])
     return _parse(Config, tree, "")
 
 

@@ -24,14 +24,15 @@ FIXED_SECTIONS = ("seed", "init_from", "model", "data")
 """Sections that must not change on resume, except the keys in `FREE_TO_CHANGE`."""
 LONGEST_TEXT = 200
 """Maximum length, in characters, of a value that hosts compare as text; else as a digest."""
-DIFFERS_BY_HOST = (
+OF_EACH_HOST = (
     "compilation_cache",
-    "data.path",
     "train.metrics_port",
     "cluster.bind_address",
     "cluster.secret",
     "cluster.insecure",
 )
+"""Keys in which hosts may differ."""
+DIFFERS_BY_HOST = (*OF_EACH_HOST, "data.path")
 """Keys in which a joining host may differ from the run, as it may in the paths in `data.mixture`;
 the texts themselves are compared."""
 
@@ -109,8 +110,8 @@ def identity(config: Config) -> Mapping[str, str]:
 
 
 def settings(config: Config) -> Mapping[str, str]:
-    """Return all settings of a run, by key."""
-    return _as_texts(to_tree(config))
+    """Return the settings in which all hosts that start a run must agree, by key."""
+    return _as_texts(_without(config, OF_EACH_HOST))
 
 
 def _as_texts(tree: Mapping[str, Any]) -> dict[str, str]:

@@ -52,12 +52,15 @@ class CheckpointConfig(Section, name="checkpoint"):
         copy_to: URL of a folder (``gs://``, ``s3://``, ``file://``, others of fsspec) for
             background copies of checkpoints and the run's files, from which the run resumes if the
             run directory is lost.
+        timeout_s: seconds that hosts wait until each other's parts are written; parts that cross
+            slow links need more.
     """
 
     every: Count = 50
     keep: Count = 3
     keep_every: Count | None = None
     copy_to: str | None = None
+    timeout_s: Positive = 1200.0
 
     def __post_init__(self):
         """Reject a `keep_every` that `every` does not divide."""

@@ -94,8 +94,9 @@ def read_secret(configured: str | None) -> Secret | None:
     path, where = (named, FILE_VARIABLE) if named else (configured, "cluster.secret")
     if path is None:
         return None
-    secret = _checked(where, path, fields.read_text(Path(path), where))
-    _warn_of_readers(where, path)
+    file = Path(path).expanduser()
+    secret = _checked(where, path, fields.read_text(file, where))
+    _warn_of_readers(where, str(file))
     return secret
 
 

@@ -6,7 +6,7 @@ It follows from the plan and the configuration, so all hosts compute the same to
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,6 +86,26 @@ def devices_of_nodes(
         devices.append(tuple(Device(host, number, kinds[host][number]) for number in places))
         taken[host] += count
     return tuple(devices)
+
+
+def unused_devices_warnings(
+    host_of: Sequence[int],
+    kinds: Sequence[Sequence[str]],
+    meshes: Sequence[NodeMesh | None],
+) -> list[str]:
+    """Return a warning for each host whose nodes leave some of its devices unused.
+
+    The arguments are those of `devices_of_nodes`.
+    """
+    nodes = devices_of_nodes(host_of, kinds, meshes)
+    used = Counter(device.host for device in {device for own in nodes for device in own})
+    return [
+        f"host {host} uses {used[host]} of its {len(kinds[host])} devices. Set node: auto to use "
+        "all, or give it more nodes"
+        for host in sorted(used)
+        # Those of a processor are virtual.
+        if used[host] < len(kinds[host]) and kinds[host][0] != "cpu"
+    ]
 
 
 def require_meshes(config: Config, case: Case) -> None:

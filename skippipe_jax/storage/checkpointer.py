@@ -96,7 +96,6 @@ class Checkpointer:
         stage_layers: Sequence[int],
         config: CheckpointConfig,
         mirror: Mirror | None = None,
-        timeout_s: float = 1200,
         generation: int = 0,
         on_commit: Callable[[int], None] = lambda _: None,
     ):
@@ -104,9 +103,9 @@ class Checkpointer:
 
         On host 0, ``mirror`` is updated after a checkpoint; if a copy is still running then, one
         more copy follows it with all checkpoints up to then. Checkpoints are not removed while they
-        are copied. ``stage_layers`` are the blocks of each stage of a complete checkpoint. Hosts
-        wait at most ``timeout_s`` for each other's parts. Hosts of another ``generation`` may write
-        the same steps concurrently; with generations at least two checkpoints are kept.
+        are copied. ``stage_layers`` are the blocks of each stage of a complete checkpoint. Hosts of
+        another ``generation`` may write the same steps concurrently; with generations at least two
+        checkpoints are kept.
         ``on_commit`` is called with the step of each committed checkpoint.
         """
         self._run_dir = run_dir
@@ -115,7 +114,6 @@ class Checkpointer:
         # Remaining hosts may not know that the last one is committed, so keep the one before too.
         self._config = replace(config, keep=max(config.keep, 2)) if generation else config
         self._mirror = mirror
-        self._timeout_s = timeout_s
         self._generation = generation
         self._on_commit = on_commit
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -272,14 +270,14 @@ class Checkpointer:
         name = f"checkpoint/{record.step}{again}"
         try:
             parts = gather(
-                self._host, f"{name}/part", lambda: _attempt_write(complete), self._timeout_s
+                self._host, f"{name}/part", lambda: _attempt_write(complete), self._config.timeout_s
             )
             whole = msgspec.structs.replace(record, files=dict(ChainMap(*parts.values())))
             from_host_0(
                 self._host,
                 f"{name}/whole",
                 lambda: _attempt_write(lambda: self._commit(folder, whole)),
-                self._timeout_s,
+                self._config.timeout_s,
             )
         except (NotWritten, PeerFailed):
             # The checkpoint has failed on all hosts; its files would fill the disk.

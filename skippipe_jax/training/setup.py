@@ -44,7 +44,7 @@ from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.runtime.threads import give_collectives_threads
-from skippipe_jax.runtime.topology import require_meshes
+from skippipe_jax.runtime.topology import require_meshes, unused_devices_warnings
 from skippipe_jax.runtime.transport import Transfers, open_servers, open_transfers
 from skippipe_jax.storage.checkpoint import (
     DATA,
@@ -192,6 +192,10 @@ def setup_run(
             search.clear(setup.checkpoint)
             step = 0 if setup.checkpoint is None else setup.checkpoint.step
             log_planned_time(config, schedule, step)
+            kinds = [own.device_kinds for own in setup.agreed.reports]
+            meshes = config.node.meshes(setup.plan.case)
+            for warning in unused_devices_warnings(setup.host_of, kinds, meshes):
+                log.warning(warning)
             if resume and step >= config.train.steps:
                 log.output(f"already finished: step {step} of {config.train.steps}")
             if resume:

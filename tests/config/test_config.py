@@ -79,6 +79,7 @@ def test_set_overrides_the_file(tmp_path: Path):
     assert (config.train.steps, config.data.held_out) == (7, 0.5)
     assert config.optimizer.learning_rate == 3e-4
     assert (config.run_dir, config.compilation_cache) == ("runs/a=b", None)
+    assert parse_config({"run_dir": "~/runs/a"}).run_dir == str(Path.home() / "runs/a")
 
 
 @pytest.mark.parametrize(
@@ -351,3 +352,9 @@ def test_hosts_compare_a_run_key_by_key_and_long_values_by_a_digest():
     longer = resume.settings(replace(own, init_from="hf:" + "a" * 300))
     assert len(longer["init_from"]) == 16
     assert longer.keys() == resume.settings(own).keys()
+    # Each host has its own secret file, cache and address.
+    here = replace(
+        own, cluster=replace(own.cluster, secret="/home/a/secret", bind_address="10.0.0.1")
+    )
+    here = replace(here, compilation_cache="/tmp/a")
+    assert resume.settings(here) == resume.settings(own)

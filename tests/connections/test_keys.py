@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import ssl
 import stat
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -78,6 +79,8 @@ def test_the_environment_wins_over_the_configuration_and_text_over_a_path(
         return found.text
 
     assert text() == "c" * 40
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_secret("~/configured") == replace(read_secret(configured), shown="~/configured")
     monkeypatch.setenv(FILE_VARIABLE, written(tmp_path / "named", f"{'f' * 40}\n"))
     assert text() == "f" * 40
     monkeypatch.setenv(SECRET_VARIABLE, f"{'t' * 40}\n")

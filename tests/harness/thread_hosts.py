@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ class ThreadHost:
     ):
         self.index = index
         self.count = count
-        self.hosts = range(5, 5 + count)  # Ids in a run of more hosts.
+        self.hosts: Sequence[int] = range(5, 5 + count)  # Ids in a run of more hosts.
         self._said, self._changed = board or ({}, threading.Condition())
 
     def peer(self, index: int) -> ThreadHost:

@@ -12,7 +12,12 @@ from skippipe_sched.problem.links import GIBIBYTE
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, Config, ModelConfig, NetworkConfig
 from skippipe_jax.config.hardware import ONE_DEVICE
-from skippipe_jax.runtime.topology import Device, Topology, devices_of_nodes
+from skippipe_jax.runtime.topology import (
+    Device,
+    Topology,
+    devices_of_nodes,
+    unused_devices_warnings,
+)
 from skippipe_jax.training.trainer import Trainer
 from tests.sched.examples import plan_of
 
@@ -40,6 +45,13 @@ def test_a_node_is_on_a_device_of_its_host_which_other_hosts_know_by_name():
         (Device(1, 1, "cpu"),),
         (Device(1, 0, "cpu"),),
     )
+
+
+def test_hosts_with_devices_that_no_node_uses_are_named():
+    kinds = [["gpu", "gpu"], ["gpu"], ["gpu", "gpu"]]
+    [warning] = unused_devices_warnings((0, 1, 2, 2), kinds, [ONE_DEVICE] * 4)
+    assert warning.startswith("host 0 uses 1 of its 2 devices. Set node: auto to use all")
+    assert unused_devices_warnings((0, 1, 2, 2), kinds, [None] * 4) == []
 
 
 def test_nodes_of_like_devices_on_different_hosts_hold_replicas_of_their_own():

@@ -50,9 +50,11 @@ def assert_same(found, expected):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def writer_of(run_dir, host=None, *, layers=LAYERS, keep=3, keep_every=None, **options):
+def writer_of(
+    run_dir, host=None, *, layers=LAYERS, keep=3, keep_every=None, timeout_s=60.0, **options
+):
     """A checkpointer, by default of a run of one host."""
-    config = CheckpointConfig(1, keep, keep_every)
+    config = CheckpointConfig(1, keep, keep_every, timeout_s=timeout_s)
     run_dir.mkdir(exist_ok=True)
     return Checkpointer(
         run_dir, host or ThreadHost(), stage_layers=layers, config=config, **options

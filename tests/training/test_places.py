@@ -172,4 +172,6 @@ def test_of_stages_with_one_host_the_leader_warns_where_its_loss_costs_steps():
     for by in (BUDDY, AVERAGE, SKIP):
         assert single_host_warning(stages, host_of, by) == ""
     assert single_host_warning(((0,), (1,)), (0, 0), REWIND) != ""
+    said = single_host_warning(((0,), (1,)), (0, 1), REWIND)
+    assert "the run may end, as too few nodes are left for all stages" in said
     assert single_host_warning(((0, 1), (2, 3)), (0, 1, 0, 1), REWIND) == ""

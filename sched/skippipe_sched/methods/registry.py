@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from skippipe_sched.problem.case import Case
+if TYPE_CHECKING:
+    from skippipe_sched.problem.case import Case
 
 
 class Method(NamedTuple):

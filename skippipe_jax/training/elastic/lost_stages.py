@@ -62,6 +62,10 @@ def single_host_warning(stages: Sequence[Collection[int]], host_of: Sequence[int
         return ""
     has = "has only one host" if len(single) == 1 else "have only one host each"
     follows = "all hosts roll back to the last checkpoint" if by == REWIND else "the run ends"
+    serving = [host_of[node] for nodes in stages for node in nodes]
+    most = max(serving.count(host) for stage in single for host in hosts[stage])
+    if by == REWIND and len(serving) - most < len(stages):
+        follows = "the run may end, as too few nodes are left for all stages"
     return (
         f"{_stages(single)} {has}: if it fails, {follows} (recovery.lost_stage = {by}). To prevent "
         "this, place replicas of each stage on two hosts"
