@@ -142,12 +142,14 @@ class Control:
                     self._follow(effect)
 
     async def _write(self, generation: Generation) -> None:
-        for attempt in range(1, STORE_ATTEMPTS + 1):
+        failures = 0
+        while True:
             try:
                 stored = await self._loop.run_in_executor(self._storing, self._store, generation)
                 break
             except TemporaryError as error:
-                if attempt == STORE_ATTEMPTS:
+                failures += 1
+                if failures == STORE_ATTEMPTS:
                     raise
                 name = f"generation {generation.number}"
                 log.warning(f"cannot write {name}: run_dir {error.problem}; retrying")

@@ -191,11 +191,7 @@ def setup_run(
         if leads:
             search.clear(setup.checkpoint)
             step = 0 if setup.checkpoint is None else setup.checkpoint.step
-            log_planned_time(config, schedule, step)
-            kinds = [own.device_kinds for own in setup.agreed.reports]
-            meshes = config.node.meshes(setup.plan.case)
-            for warning in unused_devices_warnings(setup.host_of, kinds, meshes):
-                log.warning(warning)
+            _log_plan(config, setup, step)
             if resume and step >= config.train.steps:
                 log.output(f"already finished: step {step} of {config.train.steps}")
             if resume:
@@ -490,6 +486,15 @@ def own_report(setup: HostSetup, **known: Any) -> GenerationReport:
         held_out_microbatches=len(setup.held_out),
     )
     return replace(report, **known)
+
+
+def _log_plan(config: Config, setup: HostSetup, step: int) -> None:
+    """Log the time that the remaining steps will take, and devices that the plan does not use."""
+    log_planned_time(config, setup.schedule, step)
+    kinds = [own.device_kinds for own in setup.agreed.reports]
+    meshes = config.node.meshes(setup.plan.case)
+    for warning in unused_devices_warnings(setup.host_of, kinds, meshes):
+        log.warning(warning)
 
 
 def open_checkpointer(

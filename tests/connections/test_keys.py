@@ -80,7 +80,9 @@ def test_the_environment_wins_over_the_configuration_and_text_over_a_path(
 
     assert text() == "c" * 40
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert read_secret("~/configured") == replace(read_secret(configured), shown="~/configured")
+    found, named = read_secret("~/configured"), read_secret(configured)
+    assert named is not None
+    assert found == replace(named, shown="~/configured")
     monkeypatch.setenv(FILE_VARIABLE, written(tmp_path / "named", f"{'f' * 40}\n"))
     assert text() == "f" * 40
     monkeypatch.setenv(SECRET_VARIABLE, f"{'t' * 40}\n")
