@@ -488,7 +488,7 @@ def own_report(setup: HostSetup, **known: Any) -> GenerationReport:
     return replace(report, **known)
 
 
-def _log_plan(config: Config, setup: HostSetup, step: int) -> None:
+def _log_plan(config: Config, setup: RunSetup, step: int) -> None:
     """Log the time that the remaining steps will take, and devices that the plan does not use."""
     log_planned_time(config, setup.schedule, step)
     kinds = [own.device_kinds for own in setup.agreed.reports]
