@@ -302,9 +302,9 @@ def _propose(state: State) -> tuple[State, list[Effect]]:
     ):
         return state, []
     proposal, number = state.proposal, state.number + 1
+    # If acceptors are lost, those that are cut off no more may be needed, so all are asked again.
     is_dated = proposal is not None and (
-        proposal.ballot < max(state.promised, state.highest)
-        or (proposal.generation is None and proposal.without != state.cut_off)
+        proposal.ballot < max(state.promised, state.highest) or proposal.without != state.cut_off
     )
     if proposal is None or is_dated:
         proposal = Proposal((state.highest[0] + 1, state.host), state.cut_off)

@@ -387,7 +387,8 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     # The last generation may not have read its checkpoint yet, so its members may have no states
     # to transfer.
     is_unread = last.is_rewound and furthest.outcome is None
-    if choice is not None and not (is_unread and placement != before):
+    # Some may have gone back further already (`RolledBack`): then all read the checkpoint again.
+    if choice is not None and not (is_unread and (placement != before or lacks_some)):
         return following
     if choice is None:
         following = replace(following, lost=lost(held))
