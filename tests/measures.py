@@ -23,7 +23,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -208,7 +207,7 @@ def table(here: Mapping[str, Counter[str]], before: Mapping[str, Counter[str]]) 
 def calls_to_forward(root: Path) -> dict[str, int]:
     """Train three steps in a tree, and count what lies between its loop and a jitted forward.
 
-    Counted are calls of the packages' functions, up to the first forward of the last step.
+    Counted are the functions of the packages on the stack, and their files, at the last forward.
     """
     from tests.harness.training_runs import SMALL_CASE, write_config  # loads JAX
 
@@ -236,18 +235,8 @@ def trace(root: str, config: str) -> None:
     """Train by a configuration, and print the counts of `calls_to_forward`."""
     import jax
 
-    entered: list[str] = []
     found: dict[str, int] = {}
     jit = jax.jit
-
-    def watch(frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(root):
-            return
-        caller = frame.f_back and frame.f_back.f_code
-        if caller and caller.co_name in LOOPS and caller.co_filename.endswith("/trainer.py"):
-            entered.clear()
-            found.clear()
-        entered.append(frame.f_code.co_filename)
 
     class Forward:
         def __init__(self, function: Any):
@@ -257,24 +246,26 @@ def trace(root: str, config: str) -> None:
             return getattr(self.function, name)
 
         def __call__(self, *arguments: Any, **named: Any) -> Any:
-            if not found:
-                found.update(calls=len(entered), files=len({*entered}))
-                last.update(found)
+            frame, files = sys._getframe(1), list[str]()
+            while frame and not (
+                frame.f_code.co_name in LOOPS and frame.f_code.co_filename.endswith("/trainer.py")
+            ):
+                if frame.f_code.co_filename.startswith(root):
+                    files.append(frame.f_code.co_filename)
+                frame = frame.f_back
+            found.update(calls=len(files), files=len({*files}))
             return self.function(*arguments, **named)
 
     def noting_jit(function: Any = None, **how: Any) -> Any:
         own = jit(**how) if function is None else jit(function, **how)
         return Forward(own) if getattr(function, "__name__", "") == "forward" else own
 
-    last: dict[str, int] = {}
     jax.jit = noting_jit
     sys.argv = ["train", "--config", config]
-    sys.setprofile(watch)
     try:
         runpy.run_module("skippipe_jax.train", run_name="__main__")
     finally:  # It ends by SystemExit.
-        sys.setprofile(None)
-        print(f"\n{json.dumps(last)}")
+        print(f"\n{json.dumps(found)}")
 
 
 def main() -> None:
