@@ -63,19 +63,20 @@ PLACING_SHARE = 0.1
 SHORT_BUDGET_S = 2.0
 INTERPRETED_OPERATIONS_PER_S = 6e4
 INTERPRETED_SETTLE_SHARE = 0.6
-# The quick estimate is first, then the rounds, and last the order.
+# The quick estimate is first, then the rounds, and last the order, for which more steps find nothing
+# more: in the rounds they do.
 SETTLE_SHARE = 0.05
-POLISH_SHARE = 0.18
+POLISH_SHARE = 0.04
 # A step of polishing replays an order, which is at least this many times as fast as choosing one.
 REPLAYS_OF_STEP = 1.75
 ROUNDS = (
-    Round(chains=12, share=0.36, hottest=0.03, coldest=0.003),
-    Round(chains=4, share=0.22, hottest=0.012, coldest=0.0015),
-    Round(chains=2, share=0.19, hottest=0.006, coldest=0.0003),
+    Round(chains=12, share=0.42, hottest=0.03, coldest=0.003),
+    Round(chains=4, share=0.26, hottest=0.012, coldest=0.0015),
+    Round(chains=2, share=0.23, hottest=0.006, coldest=0.0003),
 )
 ROUNDS_FROM_KNOWN = (
-    Round(chains=4, share=0.42, hottest=0.015, coldest=0.0015),
-    Round(chains=2, share=0.35, hottest=0.006, coldest=0.0003),
+    Round(chains=4, share=0.51, hottest=0.015, coldest=0.0015),
+    Round(chains=2, share=0.45, hottest=0.006, coldest=0.0003),
 )
 SMALLEST_CASE = {
     "nodes": 2, "locations": ["a"], "links": [], "activation_bytes": 1, "stage_bytes": 1,
