@@ -23,7 +23,7 @@ from experiments.benchmarks.harness import reporting
 from skippipe_jax import Run
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
-from skippipe_jax.experts.tasks import Place
+from skippipe_jax.experts.tasks import Workspace
 from skippipe_jax.storage.run_dir import RunDir
 
 CONFIG = Path(__file__).parents[1] / "experts" / "side_by_side.yaml"
@@ -32,7 +32,7 @@ CONFIG = Path(__file__).parents[1] / "experts" / "side_by_side.yaml"
 def measured() -> dict[str, dict[str, float]]:
     """Train what is missing; returns when each lane was done, as planned and as measured [s]."""
     config = load_experts(CONFIG)
-    place = Place(config, Path(config.folder).absolute())
+    place = Workspace(config, Path(config.folder).absolute())
     work.train(place)
     [arm] = work.arms_of(place, None)
     lanes = {}

@@ -31,7 +31,7 @@ from skippipe_jax.config.resume import digest as digest_of
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
 from skippipe_jax.experts.picture import picture
-from skippipe_jax.experts.tasks import Place
+from skippipe_jax.experts.tasks import Workspace
 from skippipe_jax.storage.files import atomic_write
 
 FOLDER = Path(__file__).parent
@@ -75,7 +75,7 @@ def trained(seed: int) -> dict[str, Any]:
     """What results.json of a seed holds; its runs are trained where they are missing."""
     config = load_experts(CONFIG, [f"seed={seed}"])
     print(f"seed {seed}", flush=True)
-    return work.train(Place(config, Path(config.folder).absolute()))
+    return work.train(Workspace(config, Path(config.folder).absolute()))
 
 
 def loss(result: Mapping[str, Any], arm: str, way: str, domain: str) -> float:

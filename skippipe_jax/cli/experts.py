@@ -12,7 +12,7 @@ from skippipe_sched.errors import InputError, loading
 from skippipe_jax.cli.arguments import add_overrides, required_path
 
 if TYPE_CHECKING:
-    from skippipe_jax.experts.tasks import Place
+    from skippipe_jax.experts.tasks import Workspace
 
 ACTIONS = TRAIN, EVALUATE, PROBE, PLAN, EXPORT = "train", "evaluate", "probe", "plan", "export"
 EPILOG = """\
@@ -55,13 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
     path = required_path("--config", arguments.config, former)
     config = load_experts(path, arguments.set)
     with loading():
-        from skippipe_jax.experts.tasks import Place
+        from skippipe_jax.experts.tasks import Workspace
 
-    place = Place(config, Path(config.folder).absolute())
+    place = Workspace(config, Path(config.folder).absolute())
     return _RUNNERS[actions[0] if actions else TRAIN](place)
 
 
-def _compare(action: str, place: Place) -> int:
+def _compare(action: str, place: Workspace) -> int:
     with loading():
         from skippipe_jax.experts import work
         from skippipe_jax.experts.evaluation import table
@@ -72,7 +72,7 @@ def _compare(action: str, place: Place) -> int:
     return 0
 
 
-def _probe(place: Place) -> int:
+def _probe(place: Workspace) -> int:
     with loading():
         from skippipe_jax.experts import difficulty, work
 
@@ -86,7 +86,7 @@ def _probe(place: Place) -> int:
     return 0
 
 
-def _export(place: Place) -> int:
+def _export(place: Workspace) -> int:
     with loading():
         from skippipe_jax.experts.work import export
 
@@ -95,7 +95,7 @@ def _export(place: Place) -> int:
     return 0
 
 
-def _plan(place: Place) -> int:
+def _plan(place: Workspace) -> int:
     with loading():
         from skippipe_sched.division.picture import picture, table
 

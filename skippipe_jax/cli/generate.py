@@ -21,7 +21,7 @@ from skippipe_jax.cli.arguments import (
 from skippipe_jax.config.sampling import Sampling
 
 if TYPE_CHECKING:
-    from skippipe_jax.data.chat import Message
+    from skippipe_jax.data.chat import Turn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(shown + pieces[-1])
         return "".join(pieces)
 
-    def answer(messages: list[Message]) -> str:
+    def answer(messages: list[Turn]) -> str:
         return print_continuation([*map(int, encode_prompt(messages, tokenizer, today))], "")
 
     if arguments.prompt is None:
@@ -98,13 +98,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _user_message(text: str) -> Message:
+def _user_message(text: str) -> Turn:
     return {"role": "user", "content": text}
 
 
-def _converse(answer: Callable[[list[Message]], str]) -> None:
+def _converse(answer: Callable[[list[Turn]], str]) -> None:
     """Answer the lines typed on a terminal, each with the conversation so far, until EOF."""
-    messages: list[Message] = []
+    messages: list[Turn] = []
     while True:
         try:
             messages.append(_user_message(input("> ")))

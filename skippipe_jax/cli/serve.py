@@ -167,7 +167,7 @@ def _open_hosts(
     """Gather the hosts, starting them locally without a coordinator; end them on exit."""
     with loading():
         from skippipe_jax.connections.addresses import chosen_address, parse_address
-        from skippipe_jax.serving.hosts import Rules, StageHosts
+        from skippipe_jax.serving.hosts import LossRules, StageHosts
         from skippipe_jax.serving.local_stages import Slots
         from skippipe_jax.serving.model import length_of, open_groups
 
@@ -182,7 +182,7 @@ def _open_hosts(
     take_over_s = arguments.take_over_after
     if take_over_s is not None:
         take_over_s = fields.duration(take_over_s, "--take-over-after")
-    rules = Rules(arguments.when_stage_lost, take_over_s, _max_stages(arguments))
+    rules = LossRules(arguments.when_stage_lost, take_over_s, _max_stages(arguments))
     hosts = StageHosts(source, slots, rules, _keys(cluster), cluster.heartbeat_timeout_s, scales)
     given = arguments.coordinator or f"{chosen_address(cluster.bind_address) or '127.0.0.1'}:0"
     host, _, port = given.rpartition(":")

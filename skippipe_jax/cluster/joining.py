@@ -19,7 +19,7 @@ from skippipe_jax.config import ClusterConfig, Config
 from skippipe_jax.config.cluster import DISTRIBUTED
 from skippipe_jax.config.resume import identity, settings
 from skippipe_jax.connections import jax_runtime
-from skippipe_jax.connections.hello import Run
+from skippipe_jax.connections.hello import RunIdentity
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.errors import PeerTimeout
 
@@ -33,7 +33,7 @@ def connect(
     *,
     detect: bool = False,
     last_addresses: Sequence[str] = (),
-    run: Run | None = None,
+    run: RunIdentity | None = None,
     is_joiner: bool = False,
 ) -> Iterator[Membership]:
     """Make this process a host of a run for a block; enter it before the first use of JAX.
@@ -70,7 +70,7 @@ def connect(
     beside = spare if is_joiner else 0
     place = find_place(cluster, coordinator, num_hosts, host_id, detect, beside)
     if place is not None:
-        run = run or Run(identity(config), settings(config))
+        run = run or RunIdentity(identity(config), settings(config))
         spare = cluster.with_ports(place.count, spare)
         place = replace(place, run=run, keys=Keys.of(cluster), spare=spare)
     runtime = chosen_runtime(cluster, detect)

@@ -55,6 +55,8 @@ from skippipe_jax.connections.threads import DaemonThreads, result
 from skippipe_jax.consensus.control import Control, Store
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import (
+    ConsensusRules,
+    ConsensusState,
     Copies,
     Decision,
     Enter,
@@ -62,9 +64,7 @@ from skippipe_jax.consensus.generations import (
     Held,
     Placement,
     RolledBack,
-    Rules,
     Saved,
-    State,
 )
 from skippipe_jax.errors import GenerationEnded, PeerTimeout
 
@@ -363,7 +363,12 @@ class Membership(Group):
         return Group(self, hosts.index(self.index), hosts, generation)
 
     def outlive(
-        self, rules: Rules, store: Store, placement: Placement, step: int, processes: Sequence[int]
+        self,
+        rules: ConsensusRules,
+        store: Store,
+        placement: Placement,
+        step: int,
+        processes: Sequence[int],
     ) -> Group:
         """Make the run elastic: begin the first generation after `step`; all hosts call this.
 
@@ -379,10 +384,10 @@ class Membership(Group):
         self._done(self._begin_control(state, self.inbox.follow, store))
         return self.group_of(first)
 
-    def request_admission(self, rules: Rules, store: Store) -> None:
+    def request_admission(self, rules: ConsensusRules, store: Store) -> None:
         """Ask the hosts of a running job to admit this host; `next_group` waits for that."""
         self.is_training = True
-        state = State(self.index, self.process, rules)
+        state = ConsensusState(self.index, self.process, rules)
         self._done(self._begin_control(state, self.inbox.follow, store))
 
     def next_group(self, after: int, timeout_s: float) -> Group | None:
@@ -644,7 +649,7 @@ class Membership(Group):
         await self._mesh.drained(LINGER_S)
 
     async def _begin_control(
-        self, state: State, follow: Callable[[Decision], None], store: Store
+        self, state: ConsensusState, follow: Callable[[Decision], None], store: Store
     ) -> None:
         """Start the consensus: from now on the run is elastic."""
         self._mesh.directory.outlives = True

@@ -12,7 +12,7 @@ from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import AUTO, DISTRIBUTED, INDEPENDENT
 from skippipe_jax.connections import jax_runtime
 from skippipe_jax.connections.addresses import parse_address
-from skippipe_jax.connections.hello import Run
+from skippipe_jax.connections.hello import RunIdentity
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 
 
@@ -23,7 +23,9 @@ class Place:
     index: int
     count: int
     coordinator: tuple[str, int]  # address and port of host 0
-    run: Run = field(default_factory=Run)  # identity of the run, the same on all hosts
+    run: RunIdentity = field(
+        default_factory=RunIdentity
+    )  # identity of the run, the same on all hosts
     keys: Keys = LOOPBACK_ONLY  # keys with which hosts authenticate each other
     spare: int = 0  # number of extra hosts that may join
 

@@ -12,14 +12,14 @@ from skippipe_jax.connections.status import (
     RunStatus,
     TrainingStatus,
 )
-from skippipe_jax.consensus.generations import Generation, State
+from skippipe_jax.consensus.generations import ConsensusState, Generation
 
 
 def status_of(
     directory: Directory,
     connected: Collection[int],
     left: Collection[int],
-    state: State | None,
+    state: ConsensusState | None,
     training: TrainingStatus | None,
 ) -> RunStatus:
     """Describe the run as seen by the host of this directory.
@@ -70,7 +70,7 @@ def _presences(
     directory: Directory,
     connected: Collection[int],
     left: Collection[int],
-    state: State | None,
+    state: ConsensusState | None,
 ) -> dict[int, HostState]:
     own, members, training = directory.hello.host, {*hosts}, {*hosts}
     if state is not None and state.generation is not None:

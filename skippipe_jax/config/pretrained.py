@@ -34,7 +34,7 @@ SHAPES = (
 
 
 @dataclass(frozen=True)
-class Origin:
+class InitialWeights:
     """Source of the initial weights.
 
     Attributes:
@@ -53,7 +53,7 @@ class Origin:
         return self.folder / TOKENIZER_FOLDER if self.kind == RUN else self.folder
 
 
-def parse_init_from(init_from: str) -> Origin:
+def parse_init_from(init_from: str) -> InitialWeights:
     """Parse `init_from`: `hf:DIR`, `run:DIR` or `run:DIR@STEP`.
 
     Raises:
@@ -76,7 +76,7 @@ def parse_init_from(init_from: str) -> Origin:
             "Write hf:DIR, where DIR contains config.json and safetensors files; or run:DIR, a run "
             "directory, or run:DIR@STEP",
         )
-    return Origin(kind, Path(path).expanduser(), step)
+    return InitialWeights(kind, Path(path).expanduser(), step)
 
 
 def require_shapes(file: Path, of_weights: ModelConfig, configured: Mapping[str, Any]) -> None:

@@ -148,7 +148,7 @@ class Phase:
         return int((iteration + 1) * self.skipping) > int(iteration * self.skipping)
 
 
-PRESETS: dict[str, tuple[Phase, ...]] = {
+RECIPE_PRESETS: dict[str, tuple[Phase, ...]] = {
     "quality": (Phase(from_share=0.4, skipping=0.0),),
     "robust": (Phase(from_share=0.4, path_share=0.5, skipping=0.5),),
 }
@@ -171,7 +171,7 @@ class RecipeConfig(Section, name="recipe"):
             null: keep all.
     """
 
-    preset: Annotated[str, Choice(PRESETS)] | None = None
+    preset: Annotated[str, Choice(RECIPE_PRESETS)] | None = None
     full_every: Count | None = None
     phases: tuple[Phase, ...] | None = None
     redraw_every: Count | None = None
@@ -207,7 +207,7 @@ class RecipeConfig(Section, name="recipe"):
         `steps` is the length of the schedule. Of phases that begin at the same step, the last one
         wins.
         """
-        phases = self.phases if self.preset is None else PRESETS[self.preset]
+        phases = self.phases if self.preset is None else RECIPE_PRESETS[self.preset]
         if phases is None:
             return self
         begins = {

@@ -84,7 +84,7 @@ MessageNumber = Annotated[int, Meta(ge=0, lt=MOST_MESSAGES)]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunIdentity:
     """Identity and settings that all hosts of a run share.
 
     Attributes:
@@ -122,7 +122,7 @@ class Hello:
     process: ProcessNumber
     name: ShortText
     address: ShortText
-    run: Run
+    run: RunIdentity
     start: ProcessNumber = 0
     comes_back: bool = False
     spare: HostCount = 0

@@ -44,17 +44,17 @@ PATIENCE_S = 10.0
 _WRITE_BYTES = 1 << 20
 _LEAST_S = 1e-6
 
-Transfer = Callable[[int], Awaitable[float]]
+TimedTransfer = Callable[[int], Awaitable[float]]
 """Function that transfers some bytes, and returns the seconds until they are known to be there."""
 
 
-async def shortest_round_trip_s(transfer: Transfer) -> float:
+async def shortest_round_trip_s(transfer: TimedTransfer) -> float:
     """Measure the round trip of a link in seconds."""
     return min([await transfer(0) for _ in range(ROUND_TRIPS)])
 
 
 async def measured_bandwidth(
-    transfer: Transfer, round_trip_s: float, most_s: float = math.inf
+    transfer: TimedTransfer, round_trip_s: float, most_s: float = math.inf
 ) -> float:
     """Measure the bandwidth of a link in bytes per second, by transfers that include a round trip.
 

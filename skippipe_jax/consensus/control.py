@@ -17,6 +17,7 @@ from skippipe_sched.errors import TemporaryError
 from skippipe_jax import log
 from skippipe_jax.consensus.decisions import advance
 from skippipe_jax.consensus.generations import (
+    ConsensusState,
     Decision,
     Event,
     Generation,
@@ -24,7 +25,6 @@ from skippipe_jax.consensus.generations import (
     Presence,
     Received,
     Send,
-    State,
     Stored,
     Tick,
     Told,
@@ -59,7 +59,7 @@ class Control:
 
     def __init__(
         self,
-        state: State,
+        state: ConsensusState,
         send: Callable[..., None],
         follow: Callable[[Decision], None],
         store: Store,
@@ -112,7 +112,7 @@ class Control:
         self._loop.call_soon_threadsafe(self._loop.call_later, grace_s, late)
 
     @property
-    def state(self) -> State:
+    def state(self) -> ConsensusState:
         """State of the consensus on this host. For any thread."""
         return self._state
 

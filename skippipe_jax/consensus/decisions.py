@@ -35,6 +35,8 @@ from skippipe_jax.consensus.generations import (
     Apply,
     Ask,
     Beat,
+    ConsensusRules,
+    ConsensusState,
     Contribution,
     Counts,
     Decided,
@@ -51,11 +53,9 @@ from skippipe_jax.consensus.generations import (
     Proposal,
     Received,
     RolledBack,
-    Rules,
     Saved,
     Send,
     Standing,
-    State,
     Stored,
     TextMissing,
     Tick,
@@ -75,16 +75,21 @@ from skippipe_jax.consensus.next_generation import (
 )
 
 
-def first_state(host: int, rules: Rules, generation: Generation, saved: int) -> State:
+def first_state(
+    host: int, rules: ConsensusRules, generation: Generation, saved: int
+) -> ConsensusState:
     """Return the initial state of a member of the first generation."""
     process = generation.processes[generation.members.index(host)]
     holds = served(rules, generation, host)
     standing = Standing(generation.step, saved=saved, holds=holds)
-    return State(host, process, rules, generation, is_member=True, standing=standing)
+    return ConsensusState(host, process, rules, generation, is_member=True, standing=standing)
 
 
-def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
-    """Apply an event; return the new state and its effects. A joiner starts with `State(...)`."""
+def advance(state: ConsensusState, event: Event) -> tuple[ConsensusState, list[Effect]]:
+    """Apply an event; return the new state and its effects.
+
+    A joiner starts with `ConsensusState(...)`.
+    """
     match event:
         case Received(source, message):
             return _received(state, source, message)
@@ -129,7 +134,9 @@ def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
             return replace(state, wish=event), []
 
 
-def _received(state: State, source: int, message: Message) -> tuple[State, list[Effect]]:
+def _received(
+    state: ConsensusState, source: int, message: Message
+) -> tuple[ConsensusState, list[Effect]]:
     if not _is_of_run(state, message):
         return state, []
     match message:
@@ -150,7 +157,7 @@ def _received(state: State, source: int, message: Message) -> tuple[State, list[
             return _answered(state, source, message)
 
 
-def _is_of_run(state: State, message: Message) -> bool:
+def _is_of_run(state: ConsensusState, message: Message) -> bool:
     """Return True if the generation in a message, if any, is valid for this start of the run."""
     match message:
         case Promise(wish=PlanRequest(_, placement)) if not state.rules.fits(placement):
@@ -173,7 +180,7 @@ def _is_of_run(state: State, message: Message) -> bool:
     return is_ours and is_whole and is_valid_bypass(rules, generation)
 
 
-def _presence(state: State, host: int, *, is_there: bool) -> State:
+def _presence(state: ConsensusState, host: int, *, is_there: bool) -> ConsensusState:
     """Note that a host is present or suspected; the next tick acts on all such changes at once."""
     if is_there:
         return replace(state, suspected=state.suspected - {host})
@@ -181,7 +188,7 @@ def _presence(state: State, host: int, *, is_there: bool) -> State:
     return replace(state, suspected=state.suspected | {host}, waiting=waiting)
 
 
-def _tick(state: State) -> tuple[State, list[Effect]]:
+def _tick(state: ConsensusState) -> tuple[ConsensusState, list[Effect]]:
     """Send a beat and messages that may have been lost; propose if it is this host's turn."""
     if state.host in state.leaving:
         state = _count_leaving_beat(state, state.host)
@@ -203,7 +210,7 @@ def _tick(state: State) -> tuple[State, list[Effect]]:
     return state, effects
 
 
-def _own_beat(state: State) -> Beat:
+def _own_beat(state: ConsensusState) -> Beat:
     return Beat(
         state.number,
         state.process,
@@ -215,7 +222,7 @@ def _own_beat(state: State) -> Beat:
     )
 
 
-def _beat(state: State, source: int, beat: Beat) -> tuple[State, list[Effect]]:
+def _beat(state: ConsensusState, source: int, beat: Beat) -> tuple[ConsensusState, list[Effect]]:
     """Note the status in a beat; send the decided generation to a host that is behind."""
     missed = [host for host in beat.missed if host in state.rules.hosts]
     others = state.textless - {source}
@@ -240,14 +247,14 @@ def _beat(state: State, source: int, beat: Beat) -> tuple[State, list[Effect]]:
     return state, [Send(source, Decided(state.generation))]
 
 
-def _count_leaving_beat(state: State, host: int) -> State:
+def _count_leaving_beat(state: ConsensusState, host: int) -> ConsensusState:
     return replace(state, leaving={**state.leaving, host: state.leaving.get(host, 0) + 1})
 
 
 # Steps.
 
 
-def _contribute(state: State) -> tuple[State, list[Effect]]:
+def _contribute(state: ConsensusState) -> tuple[ConsensusState, list[Effect]]:
     generation, step = state.generation, state.standing.applied + 1
     assert generation is not None, "a member's"
     if state.leads:
@@ -255,7 +262,9 @@ def _contribute(state: State) -> tuple[State, list[Effect]]:
     return state, [Send(generation.leader, Contribution(generation.number, step, state.totals))]
 
 
-def _contribution(state: State, source: int, step: int, totals: Any) -> tuple[State, list[Effect]]:
+def _contribution(
+    state: ConsensusState, source: int, step: int, totals: Any
+) -> tuple[ConsensusState, list[Effect]]:
     """Add the totals of a member, on the leader; commit the step once all totals are there."""
     standing, number = state.standing, state.number
     if not state.leads or source not in state.members:
@@ -274,7 +283,7 @@ def _contribution(state: State, source: int, step: int, totals: Any) -> tuple[St
     return state, commits + effects
 
 
-def _count(state: State, step: int, outcome: Any) -> tuple[State, list[Effect]]:
+def _count(state: ConsensusState, step: int, outcome: Any) -> tuple[ConsensusState, list[Effect]]:
     """Apply a committed step; on the leader, propose the next generation if a change waits."""
     if step != state.standing.applied + 1 or not state.standing.holds_next:
         return state, []
@@ -294,7 +303,7 @@ def _count(state: State, step: int, outcome: Any) -> tuple[State, list[Effect]]:
 # The next generation.
 
 
-def _propose(state: State) -> tuple[State, list[Effect]]:
+def _propose(state: ConsensusState) -> tuple[ConsensusState, list[Effect]]:
     """Propose with a greater ballot than any known one, or continue the current proposal."""
     # A host that does not reach enough members to decide would only outbid one that does.
     if not (
@@ -316,7 +325,7 @@ def _propose(state: State) -> tuple[State, list[Effect]]:
     return _ask_members(state, Ask(number, proposal.ballot, proposal.generation))
 
 
-def _ask_members(state: State, ask: Ask) -> tuple[State, list[Effect]]:
+def _ask_members(state: ConsensusState, ask: Ask) -> tuple[ConsensusState, list[Effect]]:
     """Send a request to the members of the last generation; process this host's own answer."""
     assert state.proposal is not None, "is under way"
     asked = [host for host in state.members if host not in state.proposal.without]
@@ -329,7 +338,7 @@ def _ask_members(state: State, ask: Ask) -> tuple[State, list[Effect]]:
     return state, effects
 
 
-def _asked(state: State, source: int, ask: Ask) -> tuple[State, list[Effect]]:
+def _asked(state: ConsensusState, source: int, ask: Ask) -> tuple[ConsensusState, list[Effect]]:
     """Answer a request for the generation after this host's own."""
     if not state.number or ask.number > state.number + 1:
         return state, []
@@ -350,7 +359,9 @@ def _asked(state: State, source: int, ask: Ask) -> tuple[State, list[Effect]]:
     return state, [Send(source, Accepted(ask.number, ask.ballot))]
 
 
-def _answered(state: State, source: int, answer: Promise | Accepted) -> tuple[State, list[Effect]]:
+def _answered(
+    state: ConsensusState, source: int, answer: Promise | Accepted
+) -> tuple[ConsensusState, list[Effect]]:
     """Record an answer to this host's proposal, and continue the proposal."""
     proposal = state.proposal
     if proposal is None or (answer.number, answer.ballot) != (state.number + 1, proposal.ballot):
@@ -369,7 +380,7 @@ def _answered(state: State, source: int, answer: Promise | Accepted) -> tuple[St
     return _announce(state, proposal.generation)
 
 
-def _promised(state: State) -> tuple[State, list[Effect]]:
+def _promised(state: ConsensusState) -> tuple[ConsensusState, list[Effect]]:
     """Choose and propose the next generation once all live members and a majority promised."""
     proposal = state.proposal
     assert proposal is not None, "is under way"
@@ -387,14 +398,14 @@ def _promised(state: State) -> tuple[State, list[Effect]]:
     return _ask_members(state, Ask(state.number + 1, proposal.ballot, generation))
 
 
-def _announce(state: State, generation: Generation) -> tuple[State, list[Effect]]:
+def _announce(state: ConsensusState, generation: Generation) -> tuple[ConsensusState, list[Effect]]:
     """Enter a generation, and announce it to all others."""
     messages = state.to_others(Decided(generation), state.rules.hosts)
     state, effects = _decided(state, generation)
     return state, messages + effects
 
 
-def _decided(state: State, generation: Generation) -> tuple[State, list[Effect]]:
+def _decided(state: ConsensusState, generation: Generation) -> tuple[ConsensusState, list[Effect]]:
     """Enter a generation that is later than this host's own, or stay outside if not a member."""
     if state.generation is not None and generation.number <= state.generation.number:
         return state, []
@@ -412,7 +423,7 @@ def _decided(state: State, generation: Generation) -> tuple[State, list[Effect]]
     if not is_member and state.host in state.leaving:
         # It exits at once, so it announces the generation that excludes it first.
         effects = state.to_others(Decided(generation), state.rules.hosts) + effects
-    entered = State(
+    entered = ConsensusState(
         state.host,
         state.process,
         state.rules,

@@ -387,7 +387,7 @@ the lost stages are rebuilt; raises `RebuildImpossible` if they cannot be."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class ConsensusRules:
     """Parameters and functions of the run that are the same on all hosts, but for `is_apart`.
 
     Attributes:
@@ -499,7 +499,7 @@ def has_broken_link(complaints: Complaints, host: int, others: Collection[int]) 
     return any((host, other) in complaints or (other, host) in complaints for other in others)
 
 
-class State(msgspec.Struct, frozen=True):
+class ConsensusState(msgspec.Struct, frozen=True):
     """State of the consensus on a host.
 
     Attributes:
@@ -526,7 +526,7 @@ class State(msgspec.Struct, frozen=True):
 
     host: int
     process: int
-    rules: Rules
+    rules: ConsensusRules
     generation: Generation | None = None
     is_member: bool = False
     standing: Standing = Standing(0)

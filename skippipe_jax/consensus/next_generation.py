@@ -40,15 +40,15 @@ from itertools import chain
 
 from skippipe_jax.config.cluster import SKIP
 from skippipe_jax.consensus.generations import (
+    ConsensusRules,
+    ConsensusState,
     Generation,
     HostsOfStages,
     Placement,
     PlanRequest,
     Promise,
     RebuiltStage,
-    Rules,
     Standing,
-    State,
 )
 from skippipe_jax.errors import RebuildImpossible
 
@@ -72,7 +72,7 @@ def can_decide(last: Generation | None, hosts: Iterable[int]) -> bool:
     return 2 * len(some) > len(last.members)
 
 
-def asks_store(state: State) -> bool:
+def asks_store(state: ConsensusState) -> bool:
     """Return True if storage decides on the next generation: for two members that reach it."""
     last = state.generation
     return last is not None and len(last.members) == 2 and not last.apart
@@ -86,14 +86,14 @@ def leader_of(members: Iterable[int], holding: Iterable[int], apart: Collection[
 
 
 def reading_without_text(
-    state: State, hosts: Iterable[int], placement: Placement
+    state: ConsensusState, hosts: Iterable[int], placement: Placement
 ) -> frozenset[int]:
     """Return the hosts that serve the data stage under a placement and lack the text."""
     return state.rules.serving(placement, state.textless.intersection(hosts))[DATA_STAGE]
 
 
 def is_readable(
-    rules: Rules, before: Placement, placement: Placement, apart: Iterable[int]
+    rules: ConsensusRules, before: Placement, placement: Placement, apart: Iterable[int]
 ) -> bool:
     """Return True if hosts that are `apart` serve the data stage only where they did `before`.
 
@@ -107,7 +107,7 @@ def is_readable(
 
 
 def chosen(
-    rules: Rules,
+    rules: ConsensusRules,
     last: Generation,
     held: HostsOfStages,
     members: frozenset[int],
@@ -149,7 +149,7 @@ def chosen(
 
 
 def covering(
-    rules: Rules,
+    rules: ConsensusRules,
     placement: Placement,
     hosts: frozenset[int],
     apart: Collection[int],
@@ -157,8 +157,8 @@ def covering(
 ) -> Placement | None:
     """Return the placement if these hosts serve all stages under it, else another, or None.
 
-    It may be replaced by a safer one (see `Rules`). Hosts that are `apart` do not newly serve the
-    data stage. Stages that are `left_out` need no host.
+    It may be replaced by a safer one (see `ConsensusRules`). Hosts that are `apart` do not newly
+    serve the data stage. Stages that are `left_out` need no host.
     """
     if covers(rules, placement, hosts, left_out):
         safer = rules.safest(placement, hosts, apart) if not left_out else placement
@@ -168,7 +168,10 @@ def covering(
 
 
 def covers(
-    rules: Rules, placement: Placement, hosts: Collection[int], left_out: Collection[int] = ()
+    rules: ConsensusRules,
+    placement: Placement,
+    hosts: Collection[int],
+    left_out: Collection[int] = (),
 ) -> bool:
     """Return True if these hosts serve all stages not left out, and each serves at least one."""
     serving = rules.serving(placement, hosts)
@@ -190,12 +193,14 @@ def in_order(held: HostsOfStages) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(hosts)) for hosts in held)
 
 
-def served(rules: Rules, generation: Generation, host: int) -> tuple[int, ...]:
+def served(rules: ConsensusRules, generation: Generation, host: int) -> tuple[int, ...]:
     """Return the stages that a host serves in a generation."""
     return tuple(sorted(rules.serves(generation.placement, host)))
 
 
-def held_after(rules: Rules, last: Generation, standings: Mapping[int, Standing]) -> HostsOfStages:
+def held_after(
+    rules: ConsensusRules, last: Generation, standings: Mapping[int, Standing]
+) -> HostsOfStages:
     """Return the holders of each stage once all have applied the last step that any of them has.
 
     A host that is behind applies it to the stages that it serves in the last generation.
@@ -210,7 +215,7 @@ def held_after(rules: Rules, last: Generation, standings: Mapping[int, Standing]
     ]
 
 
-def entered_with(state: State, generation: Generation) -> tuple[int, ...]:
+def entered_with(state: ConsensusState, generation: Generation) -> tuple[int, ...]:
     """Return the stages whose state a member holds when it enters a generation."""
     if state.host in generation.fresh:
         return ()
@@ -225,7 +230,10 @@ def entered_with(state: State, generation: Generation) -> tuple[int, ...]:
 
 
 def remade(
-    rules: Rules, following: Generation, held: HostsOfStages, promises: Mapping[int, Promise]
+    rules: ConsensusRules,
+    following: Generation,
+    held: HostsOfStages,
+    promises: Mapping[int, Promise],
 ) -> Generation:
     """Return the next generation with its lost stages rebuilt.
 
@@ -246,13 +254,15 @@ def remade(
     return replace(following, placement=placement, holders=in_order(held), remade=made)
 
 
-def still_left_out(rules: Rules, last: Generation, members: Iterable[int]) -> tuple[int, ...]:
+def still_left_out(
+    rules: ConsensusRules, last: Generation, members: Iterable[int]
+) -> tuple[int, ...]:
     """Return the stages that stay left out, as none of these members serves them."""
     serving = rules.serving(last.placement, members)
     return tuple(stage for stage in last.left_out if not serving[stage])
 
 
-def is_valid_bypass(rules: Rules, generation: Generation) -> bool:
+def is_valid_bypass(rules: ConsensusRules, generation: Generation) -> bool:
     """Return True if a generation leaves out only stages that it may, and no member serves."""
     if not generation.left_out:
         return True
@@ -262,7 +272,7 @@ def is_valid_bypass(rules: Rules, generation: Generation) -> bool:
 
 
 def without_lost(
-    rules: Rules, last: Generation, following: Generation, held: HostsOfStages
+    rules: ConsensusRules, last: Generation, following: Generation, held: HostsOfStages
 ) -> Generation:
     """Return the next generation, with lost stages left out, or restored if a member serves them.
 
@@ -303,7 +313,7 @@ def without_lost(
 # The next generation.
 
 
-def going(state: State) -> frozenset[int]:
+def going(state: ConsensusState) -> frozenset[int]:
     """Return the members that leave, once others hold the states of their stages."""
     if is_the_end(state):
         return frozenset()
@@ -312,7 +322,7 @@ def going(state: State) -> frozenset[int]:
     )
 
 
-def is_the_end(state: State) -> bool:
+def is_the_end(state: ConsensusState) -> bool:
     """Return True if so many members were asked to leave that the run has to end."""
     asked = _asked_to_leave(state)
     if not asked or state.generation is None:
@@ -327,11 +337,11 @@ def is_the_end(state: State) -> bool:
     return covering(state.rules, state.generation.placement, staying, apart, left_out) is None
 
 
-def _asked_to_leave(state: State) -> frozenset[int]:
+def _asked_to_leave(state: ConsensusState) -> frozenset[int]:
     return frozenset(state.leaving) & frozenset(state.members)
 
 
-def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation:
+def next_generation(state: ConsensusState, promises: Mapping[int, Promise]) -> Generation:
     """Return the generation of the hosts that have promised and of those that wait to join.
 
     If a stage is lost, it is rebuilt or left out, or all members go back to the last checkpoint,
@@ -414,7 +424,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
 
 
 def _cause(
-    state: State,
+    state: ConsensusState,
     following: Generation,
     new: Collection[int],
     cut_off: Collection[int],

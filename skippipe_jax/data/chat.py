@@ -169,7 +169,7 @@ KNOWN_ROLES = ("system", "user", ASSISTANT, "tool")
 """Roles that error messages list; a template may accept others."""
 TEMPLATE_FIELD = "data.chat_template"
 
-Message = Mapping[str, str]
+Turn = Mapping[str, str]
 
 
 def encode_conversation(
@@ -261,7 +261,7 @@ def _is_tokenized_chat(source: DocumentSource) -> bool:
 
 
 def encode_prompt(
-    messages: Sequence[Message], tokenizer: Tokenizer, today: str
+    messages: Sequence[Turn], tokenizer: Tokenizer, today: str
 ) -> Integer[np.ndarray, " token"]:
     """Return the tokens of a conversation that the assistant is to continue.
 
@@ -305,7 +305,7 @@ def end_of_turn(tokenizer: Tokenizer, today: str) -> tuple[str, int] | None:
 
 def _formatted(
     template: str,
-    messages: Sequence[Message],
+    messages: Sequence[Turn],
     tokenizer: Tokenizer,
     today: str,
     *,
@@ -331,7 +331,7 @@ def _conversation_error(document: Document, source: DocumentSource, problem: str
     return source.error(f"{document.where}: {problem}", remedy)
 
 
-def _why_unanswered(messages: Sequence[Message]) -> str:
+def _why_unanswered(messages: Sequence[Turn]) -> str:
     unknown = [one["role"] for one in messages if one["role"] not in KNOWN_ROLES]
     if not unknown:
         return "there is no answer of the assistant to train on"
@@ -345,7 +345,7 @@ def _why_unanswered(messages: Sequence[Message]) -> str:
 ErrorOf = Callable[[str], InputError]
 
 
-def _messages(document: Document, source: DocumentSource) -> list[Message]:
+def _messages(document: Document, source: DocumentSource) -> list[Turn]:
     refuse = functools.partial(_conversation_error, document, source)
     row = json.loads(document.text)
     if "messages" not in row and "instruction" in row and "output" in row:
@@ -363,7 +363,7 @@ def _messages(document: Document, source: DocumentSource) -> list[Message]:
     ]
 
 
-def _message(entry: Any, place: str, refuse: ErrorOf, *, of_share_gpt: bool) -> Message:
+def _message(entry: Any, place: str, refuse: ErrorOf, *, of_share_gpt: bool) -> Turn:
     """Return a message with `role` and `content`, also from one with `from` and `value`."""
     if not isinstance(entry, dict):
         raise refuse(f"{place} is not an object")
@@ -399,7 +399,7 @@ def _text_of(entry: Mapping[str, Any], key: str, place: str, refuse: ErrorOf) ->
 Segments = list[tuple[np.ndarray, bool]]
 
 
-def _segments_without_template(messages: Sequence[Message], tokenizer: Tokenizer) -> Segments:
+def _segments_without_template(messages: Sequence[Turn], tokenizer: Tokenizer) -> Segments:
     segments: Segments = [(np.array([tokenizer.begin]), False)]
     for message in messages:
         segments.append((tokenizer.encode(_header(message["role"])), False))
@@ -417,7 +417,7 @@ def _header(role: str) -> str:
 
 def _segments_by_template(
     template: ChatTemplate,
-    messages: Sequence[Message],
+    messages: Sequence[Turn],
     tokenizer: Tokenizer,
     source: DocumentSource,
     refuse: ErrorOf,

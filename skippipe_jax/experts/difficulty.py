@@ -12,10 +12,10 @@ from skippipe_sched.figures.tables import aligned
 from skippipe_jax.config.data import FOR_PRIORS
 from skippipe_jax.experts.config import MEASURED, ArmConfig, ExpertsConfig
 from skippipe_jax.experts.members import MemberFactory
-from skippipe_jax.experts.tasks import Place, Scored
+from skippipe_jax.experts.tasks import Scored, Workspace
 
 
-def measured(place: Place) -> dict[str, float]:
+def measured(place: Workspace) -> dict[str, float]:
     """Return the loss [nats per token] of each domain's probe on it, after the probes are scored.
 
     The loss is on the text for priors, so that no choice depends on the text of the reported

@@ -13,7 +13,7 @@ from skippipe_sched.figures.tables import aligned
 from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
 from skippipe_jax.experts.config import ExpertsConfig
 from skippipe_jax.experts.members import Arm, Member
-from skippipe_jax.experts.tasks import Place, Scored
+from skippipe_jax.experts.tasks import Scored, Workspace
 from skippipe_jax.inference.scores import Scores, log_prior_of, require_same_text, scores_of_mixture
 from skippipe_jax.models.flops import iteration_flops
 from skippipe_jax.storage.run_dir import RunDir
@@ -33,7 +33,7 @@ OWN = "the domain's own expert"
 DIGITS = 4
 
 
-def scored_models(place: Place, arm: Arm) -> dict[str, Scored]:
+def scored_models(place: Workspace, arm: Arm) -> dict[str, Scored]:
     """Return the models whose scores an arm mixes: its experts, or its only model."""
     if arm.averages:
         return {"averaged": Scored(place, tuple(arm.members.values()))}
@@ -65,13 +65,13 @@ def _scores(models: Mapping[str, Scored], domain: str, part: str) -> dict[str, S
     return scores
 
 
-def training_flops(place: Place, members: Iterable[Member]) -> float:
+def training_flops(place: Workspace, members: Iterable[Member]) -> float:
     """Return the operations of training these runs, each once, without their parents."""
     each_once = {member.digest: member for member in members}.values()
     return float(sum(_own_flops(place, run) for run in each_once))
 
 
-def _own_flops(place: Place, member: Member) -> float:
+def _own_flops(place: Workspace, member: Member) -> float:
     folder = place.run_dir(member)
     config = RunDir(folder).config("folder")
     schedule, data = RunDir(folder).schedule(), config.data
@@ -87,7 +87,7 @@ def _own_flops(place: Place, member: Member) -> float:
     )
 
 
-def results_of(place: Place, arms: Sequence[Arm]) -> dict[str, Any]:
+def results_of(place: Workspace, arms: Sequence[Arm]) -> dict[str, Any]:
     """Return the content of results.json: perplexities by domain, means, steps and compute.
 
     Raises:
@@ -101,7 +101,7 @@ def results_of(place: Place, arms: Sequence[Arm]) -> dict[str, Any]:
     return {arm.name: _of_arm(place, arm) for arm in arms}
 
 
-def _of_arm(place: Place, arm: Arm) -> dict[str, Any]:
+def _of_arm(place: Workspace, arm: Arm) -> dict[str, Any]:
     config = place.config
     models = scored_models(place, arm)
     losses = {name: losses_of(models, name, config.evaluation.decay) for name in config.names}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skippipe_sched import fields
-from skippipe_sched.division.lanes import Division, Lane, Training
+from skippipe_sched.division.lanes import Division, Lane, LaneTraining
 from skippipe_sched.division.parts import Whole
 from skippipe_sched.division.search import divide
 from skippipe_sched.errors import InputError
@@ -19,7 +19,7 @@ from skippipe_sched.search.budget import Search
 from skippipe_jax.config.resume import digest as digest_of
 from skippipe_jax.experts.config import ExpertsConfig, NodesConfig
 from skippipe_jax.experts.members import Arm, Member, MemberFactory
-from skippipe_jax.experts.tasks import Place
+from skippipe_jax.experts.tasks import Workspace
 from skippipe_jax.models.flops import flops_per_token
 from skippipe_jax.models.footprint import stage_parameters
 from skippipe_jax.models.planned_case import candidate_cases
@@ -37,10 +37,10 @@ def lanes_of(config: ExpertsConfig, arm: Arm) -> list[Lane]:
     """
     of_case = _cost(next(iter(MemberFactory(config).probes().values())))
 
-    def training(domain: str) -> Training:
+    def training(domain: str) -> LaneTraining:
         compute, size = _cost(arm.members[domain])
         steps = arm.members[domain].steps
-        return Training(domain, steps, compute / of_case[0], size / of_case[1])
+        return LaneTraining(domain, steps, compute / of_case[0], size / of_case[1])
 
     return [
         Lane(lane, tuple(training(domain) for domain in domains))
@@ -56,7 +56,7 @@ def _cost(member: Member) -> tuple[float, float]:
     return float(each), float(stage_parameters(model, model.layers, is_data_stage=True))
 
 
-def divided(place: Place, arm: Arm) -> Division:
+def divided(place: Workspace, arm: Arm) -> Division:
     """Divide the nodes of the case among the lanes of an arm.
 
     The division is saved for the training of the experts, unless one is saved already.
@@ -92,7 +92,7 @@ def _source(config: ExpertsConfig, nodes: NodesConfig) -> Mapping[str, Any]:
     return candidate_cases(run_config, case, folder)[0].source
 
 
-def on_nodes(place: Place, arm: Arm) -> Arm:
+def on_nodes(place: Workspace, arm: Arm) -> Arm:
     """Return the arm with experts that train by the plans of its division, made once and saved."""
     plans = _division_plans(place, arm)
     name_of = {id(member): domain for domain, member in arm.members.items()}
@@ -113,7 +113,7 @@ def on_nodes(place: Place, arm: Arm) -> Arm:
     return replace(arm, members={domain: planned(domain) for domain in arm.members})
 
 
-def division_path(place: Place, arm: Arm) -> Path:
+def division_path(place: Workspace, arm: Arm) -> Path:
     """Return the path of an arm's division, whether it exists or not."""
     nodes = place.config.nodes
     assert nodes is not None
@@ -122,7 +122,7 @@ def division_path(place: Place, arm: Arm) -> Path:
     return place.folder / DIVISION / f"{digest}.json"
 
 
-def _save_division(place: Place, arm: Arm, division: Division) -> None:
+def _save_division(place: Workspace, arm: Arm, division: Division) -> None:
     """Write a division and its plans, if none is saved for the arm."""
     path = division_path(place, arm)
     if path.exists():
@@ -138,7 +138,7 @@ def _save_division(place: Place, arm: Arm, division: Division) -> None:
     atomic_write(path, json.dumps({"plans": names, **division.to_json()}, indent=1))
 
 
-def _division_plans(place: Place, arm: Arm) -> dict[str, str]:
+def _division_plans(place: Workspace, arm: Arm) -> dict[str, str]:
     """Return the plan files of an arm's experts, by domain; make them if they are missing."""
     path = division_path(place, arm)
     if not path.exists():

@@ -15,7 +15,7 @@ from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.errors import CorruptCheckpoint
 from skippipe_jax.experts.members import Member
-from skippipe_jax.experts.tasks import Place, Scored, Training
+from skippipe_jax.experts.tasks import Scored, TrainingTask, Workspace
 from skippipe_jax.models.planned_case import matches_configured_case
 from skippipe_jax.storage.checkpoint import committed_steps, open_checkpoint
 from skippipe_jax.storage.loading import load_data_state
@@ -35,7 +35,9 @@ class Texts:
     held_out: Mapping[tuple[str, str], str]
 
 
-def require_same_inputs(place: Place, tasks: Sequence[Training | Scored], texts: Texts) -> None:
+def require_same_inputs(
+    place: Workspace, tasks: Sequence[TrainingTask | Scored], texts: Texts
+) -> None:
     """Reject existing runs and scores of another text or another case.
 
     This includes runs that started from such a run. `tasks` must be ordered after their needs.
@@ -47,12 +49,12 @@ def require_same_inputs(place: Place, tasks: Sequence[Training | Scored], texts:
     scores: dict[str, Path] = {}
     for task in tasks:
         is_changed = any(name in changed for name in task.needs)
-        if isinstance(task, Training):
+        if isinstance(task, TrainingTask):
             folder = place.run_dir(task.member)
             if folder.exists() and (is_changed or _has_changed(place, task.member, texts)):
                 changed[task.name] = folder
             is_changed = task.name in changed
-        model = task.model if isinstance(task, Training) else task
+        model = task.model if isinstance(task, TrainingTask) else task
         if model.is_done() and (is_changed or _scored_other_text(model, texts)):
             scores[task.name] = model.folder
     if changed or scores:
@@ -66,7 +68,7 @@ def require_same_inputs(place: Place, tasks: Sequence[Training | Scored], texts:
         )
 
 
-def _has_changed(place: Place, member: Member, texts: Texts) -> bool:
+def _has_changed(place: Workspace, member: Member, texts: Texts) -> bool:
     """Return whether the folder of a run belongs to another text or another case."""
     run = place.run_dir(member)
     fingerprint = _fingerprint(run)

@@ -29,7 +29,7 @@ STARTING = 30.0
 
 
 @dataclass(frozen=True)
-class Place:
+class Workspace:
     """Folder and configuration of an ensemble, and the text that its models score."""
 
     config: ExpertsConfig
@@ -70,7 +70,7 @@ class Place:
 class Scored:
     """Model that scores all domains: a run, or the mean of several, which is a task of its own."""
 
-    place: Place
+    place: Workspace
     members: tuple[Member, ...]
 
     @property
@@ -139,10 +139,10 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingTask:
     """Task that trains a run, and then scores all domains; see `campaign.running.Task`."""
 
-    place: Place
+    place: Workspace
     member: Member
     scored: bool = True
 

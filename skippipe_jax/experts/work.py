@@ -25,7 +25,7 @@ from skippipe_jax.experts.members import EXPERT, Arm, Member, MemberFactory, nam
 from skippipe_jax.experts.nodes import division_path, on_nodes, require_case
 from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.stale_results import Texts, require_same_inputs
-from skippipe_jax.experts.tasks import Place, Scored, Training, data_of
+from skippipe_jax.experts.tasks import Scored, TrainingTask, Workspace, data_of
 from skippipe_jax.inference.scores import text_of
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.models.estimate import planned_case_and_visits
@@ -37,7 +37,7 @@ RESULTS, PICTURE, DIFFICULTY = "results.json", "results.svg", "difficulty.json"
 PREPARED = "prepared.json"
 
 
-def train(place: Place) -> dict[str, Any]:
+def train(place: Workspace) -> dict[str, Any]:
     """Train and score everything that is missing, and compare; return the content of results.json.
 
     Ctrl-C, or a crash, loses at most the progress of runs since their last checkpoint; the next
@@ -66,13 +66,13 @@ def train(place: Place) -> dict[str, Any]:
         return compare(place, arms, hard)
 
 
-def side_by_side(place: Place, arm: Arm) -> Place:
+def side_by_side(place: Workspace, arm: Arm) -> Workspace:
     """Return the place with all lanes of an arm training in parallel, each on its own nodes."""
     config = replace(place.config, at_once=max(1, len(arm.lanes)))
     return replace(place, config=config)
 
 
-def probe(place: Place) -> dict[str, float]:
+def probe(place: Workspace) -> dict[str, float]:
     """Train the probed seed and its probes; return the difficulty of each domain."""
     with RunLock(place.folder, "folder") as lock:
         lock.acquire()
@@ -81,7 +81,7 @@ def probe(place: Place) -> dict[str, float]:
         return probed(place)
 
 
-def evaluate(place: Place) -> dict[str, Any]:
+def evaluate(place: Workspace) -> dict[str, Any]:
     """Compare existing runs and scores.
 
     Raises:
@@ -93,7 +93,7 @@ def evaluate(place: Place) -> dict[str, Any]:
     return compare(place, arms, hard)
 
 
-def prepare(place: Place) -> None:
+def prepare(place: Workspace) -> None:
     """Run the module that writes the text, once.
 
     Raises:
@@ -118,7 +118,7 @@ def prepare(place: Place) -> None:
     atomic_write(written, json.dumps({"by": module}))
 
 
-def require_usable(place: Place) -> Texts:
+def require_usable(place: Workspace) -> Texts:
     """Check all inputs of the runs and of the comparison before training; return the current text.
 
     Raises:
@@ -154,7 +154,7 @@ def require_usable(place: Place) -> Texts:
     return texts
 
 
-def _require_text(place: Place, members: Iterable[Member]) -> Texts:
+def _require_text(place: Workspace, members: Iterable[Member]) -> Texts:
     """Return the current text; reject a domain without text in one of its parts."""
     asked = place.asked()
     data = data_of(next(iter(members)).config().data, asked)
@@ -170,7 +170,7 @@ def _require_text(place: Place, members: Iterable[Member]) -> Texts:
     return Texts(training, held_out)
 
 
-def probed(place: Place) -> dict[str, float]:
+def probed(place: Workspace) -> dict[str, float]:
     """Return the difficulty of each domain, measured if it has not been."""
     _run(place, probings(place))
     losses = difficulty.measured(place)
@@ -178,7 +178,7 @@ def probed(place: Place) -> dict[str, float]:
     return losses
 
 
-def arms_of(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
+def arms_of(place: Workspace, hard: Mapping[str, float] | None) -> list[Arm]:
     """Return all arms; with shared nodes, experts train by the plans of a division."""
     arms = MemberFactory(place.config, hard).arms()
     if place.config.nodes is None:
@@ -186,7 +186,7 @@ def arms_of(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
     return [on_nodes(place, arm) if arm.lanes else arm for arm in arms]
 
 
-def divisible_arms(place: Place) -> list[Arm]:
+def divisible_arms(place: Workspace) -> list[Arm]:
     """Return the arms of experts, for whose lanes nodes can be divided.
 
     Raises:
@@ -196,25 +196,25 @@ def divisible_arms(place: Place) -> list[Arm]:
     return [arm for arm in arms if arm.lanes and not arm.averages]
 
 
-def trainings(place: Place, arms: Iterable[Arm]) -> list[Training]:
+def trainings(place: Workspace, arms: Iterable[Arm]) -> list[TrainingTask]:
     """Return the training of all runs of the arms, and of the runs that they start from."""
     return trainings_of(place, [member for arm in arms for member in arm.members.values()])
 
 
-def trainings_of(place: Place, members: Iterable[Member]) -> list[Training]:
+def trainings_of(place: Workspace, members: Iterable[Member]) -> list[TrainingTask]:
     """Return the training of these runs, and of the runs that they start from, each once."""
     asked = list(members)
     needed = {run.name: run for member in asked for run in member.lineage()}
     names = {member.name for member in asked}
-    return [Training(place, run, scored=name in names) for name, run in needed.items()]
+    return [TrainingTask(place, run, scored=name in names) for name, run in needed.items()]
 
 
-def probings(place: Place) -> list[Training]:
+def probings(place: Workspace) -> list[TrainingTask]:
     """Return the training of the probes, and of their seed."""
     return trainings_of(place, MemberFactory(place.config).probes().values())
 
 
-def averagings(place: Place, arms: Iterable[Arm]) -> list[Scored]:
+def averagings(place: Workspace, arms: Iterable[Arm]) -> list[Scored]:
     """Return the models that are means of others; the mean of one run is the run."""
     return [
         Scored(place, tuple(arm.members.values()))
@@ -223,7 +223,9 @@ def averagings(place: Place, arms: Iterable[Arm]) -> list[Scored]:
     ]
 
 
-def compare(place: Place, arms: Sequence[Arm], hard: Mapping[str, float] | None) -> dict[str, Any]:
+def compare(
+    place: Workspace, arms: Sequence[Arm], hard: Mapping[str, float] | None
+) -> dict[str, Any]:
     """Write results.json and the chart; return the content of results.json."""
     results = {
         "seed": place.config.seed,
@@ -237,7 +239,7 @@ def compare(place: Place, arms: Sequence[Arm], hard: Mapping[str, float] | None)
     return results
 
 
-def export(place: Place) -> list[Path]:
+def export(place: Workspace) -> list[Path]:
     """Write every run of the arms as a Hugging Face model; averaged models are not runs.
 
     Existing models are not overwritten.
@@ -258,7 +260,7 @@ def export(place: Place) -> list[Path]:
     return folders
 
 
-def _known_difficulty(place: Place) -> dict[str, float] | None:
+def _known_difficulty(place: Workspace) -> dict[str, float] | None:
     """Return the difficulty of the domains if it is needed, after the probes are done.
 
     Raises:
@@ -270,7 +272,7 @@ def _known_difficulty(place: Place) -> dict[str, float] | None:
     return difficulty.measured(place)
 
 
-def _known_arms(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
+def _known_arms(place: Workspace, hard: Mapping[str, float] | None) -> list[Arm]:
     """Return all arms, after nodes have been divided if that is configured.
 
     Raises:
@@ -283,7 +285,7 @@ def _known_arms(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
     return arms_of(place, hard)
 
 
-def _run(place: Place, tasks: Sequence[Task]) -> None:
+def _run(place: Workspace, tasks: Sequence[Task]) -> None:
     run_all(tasks, place.folder / "logs", place.config.at_once)
 
 

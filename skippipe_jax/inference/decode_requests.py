@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from skippipe_jax.config.sampling import Sampling
-from skippipe_jax.inference.partial import Order
+from skippipe_jax.inference.partial import StageOrder
 
 MAX_TOP_TOKENS = 20
 """Largest number of likeliest tokens that a request may ask for at each position."""
@@ -31,7 +31,7 @@ class DecodeRequest:
     max_new_tokens: int
     sampling: Sampling
     ends: frozenset[int] = frozenset()
-    stages: Order | None = None
+    stages: StageOrder | None = None
     likeliest: int | None = None
     scores_prompt: bool = False
 
@@ -62,4 +62,4 @@ class Decoded(NamedTuple):
     is_last: bool
     drawn: ScoredToken | None = None
     prompt: tuple[ScoredToken, ...] = ()
-    stages: Order | None = None
+    stages: StageOrder | None = None

@@ -24,7 +24,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest, ScoredToken
-from skippipe_jax.inference.partial import Order
+from skippipe_jax.inference.partial import StageOrder
 from skippipe_jax.inference.stage_set import StageSet
 from skippipe_jax.inference.token_sampling import (
     Penalties,
@@ -99,13 +99,13 @@ class Decoder:
     is_single_model = True
     waits = False
 
-    def begin(self, slot: int, stages: Order | None) -> None:
+    def begin(self, slot: int, stages: StageOrder | None) -> None:
         """Let a new sequence in a slot run along these stages; None is all."""
 
     def end(self, slot: int) -> None:
         """Forget the sequence in a slot."""
 
-    def stages_of(self, slot: int) -> Order | None:
+    def stages_of(self, slot: int) -> StageOrder | None:
         """Return the stages that have run for all tokens of a sequence; None if there are none."""
         return None
 
@@ -145,10 +145,10 @@ class StageExecutor(Decoder):
     def __init__(
         self,
         model: StageSet,
-        order: Order,
+        order: StageOrder,
         slots: int,
         length: int,
-        local_stages: Order | None = None,
+        local_stages: StageOrder | None = None,
         scales: ScaleTable | None = None,
     ):
         """Make room for so many sequences of so many positions in each stage of an order.
@@ -177,7 +177,7 @@ class StageExecutor(Decoder):
         # By slot: the stages of the model that its sequence does not use.
         self._skipped: list[frozenset[int]] = [frozenset()] * slots
 
-    def begin(self, slot: int, stages: Order | None) -> None:
+    def begin(self, slot: int, stages: StageOrder | None) -> None:
         """Do what `Decoder.begin` says."""
         used = set(self.order if stages is None else stages)
         self._skipped[slot] = frozenset(range(self.model.stages)) - used
@@ -186,7 +186,7 @@ class StageExecutor(Decoder):
         """Do what `Decoder.end` says."""
         self._skipped[slot] = frozenset()
 
-    def stages_of(self, slot: int) -> Order | None:
+    def stages_of(self, slot: int) -> StageOrder | None:
         """Return what `Decoder.stages_of` says."""
         return tuple(stage for stage in self.order if stage not in self._skipped[slot])
 
@@ -223,7 +223,7 @@ class StageExecutor(Decoder):
 
     def follow(
         self,
-        stages: Order,
+        stages: StageOrder,
         x: Array | np.ndarray,
         step: Step,
         skipped: Sequence[Collection[int]],

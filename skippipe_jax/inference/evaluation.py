@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from skippipe_jax.config import DataConfig
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, held_out_batches
-from skippipe_jax.inference.partial import Order, Question, Variant, full
+from skippipe_jax.inference.partial import Question, StageOrder, Variant, full
 from skippipe_jax.inference.remote_model import RemoteModel
 from skippipe_jax.inference.scaling import Scaling
 from skippipe_jax.inference.staged_model import StagedModel
@@ -178,8 +178,8 @@ def evaluate(
 def _evaluation(
     step: int | None,
     questions: Collection[Question],
-    losses: Mapping[Order, float],
-    full_order: Order,
+    losses: Mapping[StageOrder, float],
+    full_order: StageOrder,
     tokens: int,
 ) -> Evaluation:
     """Return what the losses along all orders say to the questions."""
@@ -193,11 +193,11 @@ def _evaluation(
 
 def losses_by_order(
     model: StagedModel | RemoteModel,
-    orders: Collection[Order],
+    orders: Collection[StageOrder],
     data: DataConfig,
     sequences: int,
     part: str = "all",
-) -> tuple[dict[Order, float], int]:
+) -> tuple[dict[StageOrder, float], int]:
     """Mean loss in nats along each order of stages, and over how many target tokens it is taken."""
     batch_size = min(data.microbatch_size, sequences)
     ordered = sorted(orders)
@@ -211,7 +211,7 @@ def losses_by_order(
 
 
 def _sums(
-    model: StagedModel | RemoteModel, orders: Sequence[Order], batch: Batch
+    model: StagedModel | RemoteModel, orders: Sequence[StageOrder], batch: Batch
 ) -> Float[np.ndarray, "order 2"]:
     """Sum of the losses in nats along each of the sorted orders, and how many targets there are."""
     if isinstance(model, StagedModel):
@@ -224,7 +224,7 @@ def _sums(
 
 def _losses_along(
     model: StagedModel,
-    orders: Sequence[Order],
+    orders: Sequence[StageOrder],
     shared: int,
     x: Float[Array, "sequence position width"],
     targets: Int[Array, "sequence position"],
@@ -241,9 +241,9 @@ def _losses_along(
         yield from _losses_along(model, list(continuing), shared + 1, output, targets)
 
 
-def subsets(evaluation: Evaluation) -> dict[int, dict[Order, float]]:
+def subsets(evaluation: Evaluation) -> dict[int, dict[StageOrder, float]]:
     """Return the perplexity of each subset of --keep-fraction, by its number of stages."""
-    perplexities: dict[int, dict[Order, float]] = {}
+    perplexities: dict[int, dict[StageOrder, float]] = {}
     for answer in evaluation.answers:
         if answer.question.share is not None:
             for variant, perplexity in zip(
@@ -310,7 +310,7 @@ def _figures(loss: float, perplexity: float) -> tuple[str, str]:
     return f"{loss:.4f}", f"{perplexity:.3f}"
 
 
-def _stages(order: Order) -> str:
+def _stages(order: StageOrder) -> str:
     return " ".join(map(str, order))
 
 

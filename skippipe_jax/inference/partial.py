@@ -14,7 +14,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Plan
 
-Order = tuple[int, ...]
+StageOrder = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Variant:
     `left_out` is the only stage that does not run.
     """
 
-    stages: Order
+    stages: StageOrder
     microbatches: int | None = None
     swapped: tuple[int, int] | None = None
     left_out: int | None = None
@@ -45,7 +45,7 @@ class Question:
     share: float | None = None
 
 
-def full(stages: int) -> Order:
+def full(stages: int) -> StageOrder:
     """Return every stage, in order."""
     return tuple(range(stages))
 
@@ -129,7 +129,7 @@ def leave_one_out_variants(stages: int) -> Question:
     return Question("importance", variants, len(variants))
 
 
-def parse_stage_order(named: str | None, share: float | None, stages: int, seed: int) -> Order:
+def parse_stage_order(named: str | None, share: float | None, stages: int, seed: int) -> StageOrder:
     """Return the stages that a user names (``0,2,1``), a share drawn by the seed, or all.
 
     Raises:
@@ -146,7 +146,7 @@ def parse_stage_order(named: str | None, share: float | None, stages: int, seed:
     return checked_order(order, stages, "--stage-order", named)
 
 
-def checked_order(order: Sequence[int], stages: int, field: str, value: Any) -> Order:
+def checked_order(order: Sequence[int], stages: int, field: str, value: Any) -> StageOrder:
     """Return the order, if it is of different stages of the model, the data stage first.
 
     Raises:

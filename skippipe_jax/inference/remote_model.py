@@ -25,7 +25,7 @@ from skippipe_jax.config.api_keys import header_with
 from skippipe_jax.config.sampling import DEFAULT_SLOTS
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, load_corpora, tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
-from skippipe_jax.inference.partial import Order, full
+from skippipe_jax.inference.partial import StageOrder, full
 
 IN_FLIGHT = DEFAULT_SLOTS
 """Requests that wait for an answer at a time: as many as a service has slots by default."""
@@ -83,7 +83,7 @@ class _Refusal(Struct):
     error: _Error
 
 
-Kind = TypeVar("Kind", bound=Struct)
+StructType = TypeVar("StructType", bound=Struct)
 
 
 class RemoteModel:
@@ -109,7 +109,7 @@ class RemoteModel:
         """
         self.url = url.rstrip("/")
         self.tokenizer = load_tokenizer(tokenizer_of(data))
-        self.used = Counter[tuple[Order, Order]]()
+        self.used = Counter[tuple[StageOrder, StageOrder]]()
         self._connection, self._path = _address(self.url)
         self._headers = {"Content-Type": "application/json"} | header_with(key_file)
         self._key_file = key_file
@@ -170,7 +170,9 @@ class RemoteModel:
         shown = aligned([["stages requested", "used", "requests"], *rows], [0, 1])
         return f"computed by {self._name} at {self.url}\n{shown}"
 
-    def _score(self, tokens: Sequence[int], order: Order, cancelled: threading.Event) -> _Choice:
+    def _score(
+        self, tokens: Sequence[int], order: StageOrder, cancelled: threading.Event
+    ) -> _Choice:
         """Return what the service says of a sequence, waiting where it has no room."""
         body = {
             "model": self._name,
@@ -203,12 +205,12 @@ class RemoteModel:
 
     def _answer(
         self,
-        kind: type[Kind],
+        kind: type[StructType],
         method: str,
         path: str,
         body: Any = None,
         cancelled: threading.Event | None = None,
-    ) -> Kind:
+    ) -> StructType:
         """Return what the service answers; a request that finds no room is sent again.
 
         Once `cancelled` is set, it is not.

@@ -27,7 +27,7 @@ from skippipe_jax.data.batches import (
 )
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 from skippipe_jax.inference.decoding import Prompt, StageExecutor, continuation, padded_length
-from skippipe_jax.inference.partial import Order, checked_order, full, kept
+from skippipe_jax.inference.partial import StageOrder, checked_order, full, kept
 from skippipe_jax.inference.stage_set import StageSet
 from skippipe_jax.models.branch_scales import BranchScales, ScaleTable
 from skippipe_jax.models.document_mask import marked_tokens
@@ -50,7 +50,7 @@ class StagedModel(StageSet):
     """
 
     tokenizer_name: str = BYTES
-    order: Order | None = None
+    order: StageOrder | None = None
 
     def __repr__(self) -> str:
         """Tell its shapes, and how it is cut."""
@@ -58,7 +58,7 @@ class StagedModel(StageSet):
         return f"Model(width={model.width}, layers={model.layers}, stages={layers})"
 
     @property
-    def default_order(self) -> Order:
+    def default_order(self) -> StageOrder:
         """The stages that run where none are named."""
         return self.order or full(self.stages)
 
@@ -85,7 +85,7 @@ class StagedModel(StageSet):
         check_vocabulary(self.config.vocabulary_size, tokenizer)
         return tokenizer
 
-    def orders(self, keep: float, most: int = 10, seed: int = 0) -> list[Order]:
+    def orders(self, keep: float, most: int = 10, seed: int = 0) -> list[StageOrder]:
         """Return all orders that keep a share of the stages, or `most` of them, drawn by the seed.
 
         The number of stages is rounded to the nearest, and the data stage is always one of them.
@@ -185,7 +185,7 @@ class StagedModel(StageSet):
             return np.array([self.tokenizer.begin, *self.tokenizer.encode(inputs)], np.int32)
         return np.asarray(inputs, np.int32)
 
-    def _order(self, order: Sequence[int] | None) -> Order:
+    def _order(self, order: Sequence[int] | None) -> StageOrder:
         if order is None:
             return self.default_order
         return checked_order(order, self.stages, "order", order)

@@ -37,7 +37,7 @@ REMEDIES = (
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModelCut:
     """Partition of a model into stages, each on a device of its own.
 
     Attributes:
@@ -89,7 +89,7 @@ def devices_of(text: str) -> list[float]:
     return devices
 
 
-def cut_into(config: Config, devices: Sequence[float], stages: int) -> Cut:
+def cut_into(config: Config, devices: Sequence[float], stages: int) -> ModelCut:
     """Partition a model into `stages` stages on the devices with most bytes.
 
     Each of these devices may serve the data stage. The result is the partition whose fullest device
@@ -98,7 +98,7 @@ def cut_into(config: Config, devices: Sequence[float], stages: int) -> Cut:
     largest = sorted(devices, reverse=True)[:stages]
     held = cache(partial(_held, config, len(devices) // stages))
 
-    def cut(of_data: float) -> Cut:
+    def cut(of_data: float) -> ModelCut:
         rest = [*largest]
         rest.remove(of_data)
         usable = tuple(USABLE_SHARE * size for size in (of_data, *rest))
@@ -110,9 +110,9 @@ def cut_into(config: Config, devices: Sequence[float], stages: int) -> Cut:
         for _ in range(config.model.layers - stages):
             blocks[min(range(stages), key=with_one_more)] += 1
         sizes = tuple(held(stage == 0, own) for stage, own in enumerate(blocks))
-        return Cut(tuple(blocks), sizes, usable)
+        return ModelCut(tuple(blocks), sizes, usable)
 
-    def fullness(own: Cut) -> float:
+    def fullness(own: ModelCut) -> float:
         return own.bytes[own.fullest] / own.usable_bytes[own.fullest]
 
     return min(map(cut, dict.fromkeys(largest)), key=fullness)
@@ -130,7 +130,7 @@ def _held(config: Config, replicas: int, is_data_stage: bool, blocks: int) -> in
     ).total
 
 
-def coarsest_cut(config: Config, devices: Sequence[float]) -> Cut | None:
+def coarsest_cut(config: Config, devices: Sequence[float]) -> ModelCut | None:
     """Return the partition into fewest stages that fits on the devices; None if none fits."""
     most = min(config.model.layers, len(devices))
     cuts = (cut_into(config, devices, stages) for stages in range(1, most + 1))
@@ -174,7 +174,7 @@ def answer(configured: Callable[[str | None], Config], devices: Sequence[float])
 
 
 def _remedies(
-    configured: Callable[[str | None], Config], devices: Sequence[float], cut: Cut
+    configured: Callable[[str | None], Config], devices: Sequence[float], cut: ModelCut
 ) -> Iterator[str]:
     """Yield a table of remedies: bytes saved on the fullest device, and fewest stages that fit."""
     config = configured(None)
@@ -207,7 +207,7 @@ def _machines(config: Config, size: float) -> str:
     return f"needs {fewest} x {size_text(size)}: {described}"
 
 
-def _cut_text(cut: Cut) -> str:
+def _cut_text(cut: ModelCut) -> str:
     stages, fullest = len(cut.blocks), cut.fullest
     blocks = ", ".join(map(str, cut.blocks))
     return (

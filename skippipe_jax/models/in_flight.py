@@ -57,7 +57,7 @@ class Room:
         return self.usable_bytes is not None and self.held.total > self.usable_bytes
 
 
-Kind = tuple[float, NodeMesh]
+NodeKind = tuple[float, NodeMesh]
 """Properties that nodes of one kind share: bytes of each device, and the mesh of these."""
 
 
@@ -71,12 +71,12 @@ def most_in_flight(config: Config, case: Case, nodes: Collection[int]) -> dict[i
     Raises:
         InputError: if the layers cannot be divided among the stages.
     """
-    kinds: dict[int, Kind] = {
+    kinds: dict[int, NodeKind] = {
         node: (case.nodes[node].memory_bytes or 0.0, mesh_of_node(config, case, node))
         for node in nodes
     }
 
-    def holds(own: Kind, level: Case, count: int) -> bool:
+    def holds(own: NodeKind, level: Case, count: int) -> bool:
         memory_bytes, mesh = own
         held = memory_of_stages(config, level, count, mesh=mesh, memory_bytes=memory_bytes)
         return max(stage.total for stage in held) <= USABLE_SHARE * memory_bytes

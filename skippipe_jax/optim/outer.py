@@ -31,10 +31,10 @@ LEAST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 Stage = dict[str, Any]
 """Parameters of a stage by name, or arrays of the same shapes."""
-Part = dict[str, Any]
+StageFragment = dict[str, Any]
 """One fragment of a `Stage`: some of the blocks, perhaps the embedding, or norm and head."""
-Message = Shaped[Array, " length"]
-"""Encoded `Part`. In int8 the bytes of the scales follow the numbers."""
+EncodedPart = Shaped[Array, " length"]
+"""Encoded `StageFragment`. In int8 the bytes of the scales follow the numbers."""
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +98,7 @@ class Fragment:
         """Return the whole arrays of a stage that overlap this fragment."""
         return {name: own for name, own in stage.items() if self._touches(name)}
 
-    def part(self, stage: Stage) -> Part:
+    def part(self, stage: Stage) -> StageFragment:
         """Cut this fragment out of a stage, or out of the arrays that `touched` returns."""
 
         def rows(leaf: Array) -> Array:
@@ -109,7 +109,7 @@ class Fragment:
             for name, own in self.touched(stage).items()
         }
 
-    def put(self, stage: Stage, part: Part, call: Call = _called) -> Stage:
+    def put(self, stage: Stage, part: StageFragment, call: Call = _called) -> Stage:
         """Return a stage with this fragment replaced; its blocks are written over."""
         return stage | part | {BLOCKS: call(_put_rows, stage[BLOCKS], part[BLOCKS], self.blocks)}
 
@@ -126,7 +126,7 @@ class Fragment:
 
     def send(
         self, parameters: Stage, outer: Outer, call: Call = _called
-    ) -> tuple[Any, Part, Outer]:
+    ) -> tuple[Any, StageFragment, Outer]:
         """Return the message to send, the parameters of the fragment that it is of, and `outer`."""
         given = map(self.touched, (parameters, outer.anchor, outer.residual))
         message, own, left = call(_sent, self, *given)
@@ -137,7 +137,7 @@ class Fragment:
         self,
         parameters: Stage,
         outer: Outer,
-        sent: Part,
+        sent: StageFragment,
         messages: Mapping[int, Any],
         call: Call = _called,
     ) -> tuple[Stage, Outer]:
@@ -155,7 +155,7 @@ class Fragment:
         )
         return self.put(parameters, own, call), outer
 
-    def take_back(self, outer: Outer, sent: Part, message: Message) -> Outer:
+    def take_back(self, outer: Outer, sent: StageFragment, message: EncodedPart) -> Outer:
         """Return `outer` as it was before `send`, for the sent part and the local message."""
         given = map(self.touched, (outer.anchor, outer.residual))
         before = _taken_back(self, *given, sent, message)
@@ -176,7 +176,7 @@ def _put_rows(blocks: PyTree, own: PyTree, rows: range) -> PyTree:
 @functools.partial(jax.jit, static_argnums=0)
 def _sent(
     fragment: Fragment, parameters: Stage, anchor: Stage, residual: Stage
-) -> tuple[Message, Part, Part]:
+) -> tuple[EncodedPart, StageFragment, StageFragment]:
     # Copies, as the next inner step donates the parameters.
     own = jax.tree.map(jnp.copy, fragment.part(parameters))
     change = jax.tree.map(
@@ -197,15 +197,15 @@ def _applied(
     parameters: Stage,
     anchor: Stage,
     momentum: Stage,
-    sent: Part,
-    messages: Sequence[Message],
-) -> tuple[Part, Part, Part]:
+    sent: StageFragment,
+    messages: Sequence[EncodedPart],
+) -> tuple[StageFragment, StageFragment, StageFragment]:
     averaging, before = fragment.averaging, fragment.part(anchor)
     outer_optimizer = optax.sgd(averaging.rate, averaging.momentum, nesterov=True)
     change = mean(messages, before, averaging.dtype)
     state = optax.tree.set(outer_optimizer.init(before), trace=fragment.part(momentum))
     updates, state = outer_optimizer.update(change, state, before)
-    after = cast(Part, optax.apply_updates(before, updates))
+    after = cast(StageFragment, optax.apply_updates(before, updates))
     if averaging.delay == 0:
         # No inner step since `send`, so all replicas take the anchor's bits.
         own = after
@@ -221,8 +221,8 @@ def _applied(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _taken_back(
-    fragment: Fragment, anchor: Stage, residual: Stage, sent: Part, message: Message
-) -> Part:
+    fragment: Fragment, anchor: Stage, residual: Stage, sent: StageFragment, message: EncodedPart
+) -> StageFragment:
     return jax.tree.map(
         lambda left, change, anchor, own: left + (change - (anchor - own)),
         fragment.part(residual),
@@ -250,7 +250,7 @@ def longest_message(
     return max(shapes, key=lambda message: message.size)
 
 
-def quantised(change: PyTree, dtype: str) -> Message:
+def quantised(change: PyTree, dtype: str) -> EncodedPart:
     """Encode a change as a message: all its numbers one after another in this dtype.
 
     In int8, each group of 128 consecutive numbers of an array (the last group padded with zeros)
@@ -266,7 +266,7 @@ def quantised(change: PyTree, dtype: str) -> Message:
     return jnp.concatenate([*rounded, scale_bytes.ravel()])
 
 
-def dequantised(message: Message, like: PyTree, dtype: str) -> Part:
+def dequantised(message: EncodedPart, like: PyTree, dtype: str) -> StageFragment:
     """Decode a message to a change, in float32, with the shapes of `like`."""
     leaves, structure = jax.tree.flatten(like)
     *numbers, behind = jnp.split(message, [*itertools.accumulate(leaf.size for leaf in leaves)])
@@ -282,7 +282,7 @@ def dequantised(message: Message, like: PyTree, dtype: str) -> Part:
     )
 
 
-def mean(messages: Sequence[Message], like: PyTree, dtype: str) -> Part:
+def mean(messages: Sequence[EncodedPart], like: PyTree, dtype: str) -> StageFragment:
     """Return the mean change of messages, summed in float32 in their order."""
     changes = (dequantised(message, like, dtype) for message in messages)
     total = functools.reduce(functools.partial(jax.tree.map, jnp.add), changes)

@@ -34,7 +34,7 @@ from skippipe_sched.problem.averaging import NUMBERS_OF_A_SCALE
 LARGEST = 127
 """Largest number in int8; the smallest is its negative."""
 
-Draw = UInt32[np.ndarray, "2"] | UInt32[Array, "2"]
+RoundingSeed = UInt32[np.ndarray, "2"] | UInt32[Array, "2"]
 """Seed of the run, and number of a stage's first block."""
 
 
@@ -50,7 +50,7 @@ def widened(tree: PyTree) -> PyTree:
     )
 
 
-def rounded_like(tree: PyTree, like: PyTree, draw: Draw, count: ScalarLike) -> PyTree:
+def rounded_like(tree: PyTree, like: PyTree, draw: RoundingSeed, count: ScalarLike) -> PyTree:
     """Round the result of update number `count`: each array to its dtype in `like`."""
     seed, first_layer = draw[0], draw[1]
     key = jax.random.fold_in(jax.random.key(seed), count)

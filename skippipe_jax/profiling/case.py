@@ -49,7 +49,7 @@ from skippipe_jax.profiling.stages import (
     BACKWARD,
     FORWARD,
     LOSS,
-    Costs,
+    StageCosts,
     StageTimings,
     Timing,
     fit_costs,
@@ -313,7 +313,7 @@ def _nodes(
     reports: Sequence[HostReport],
     host_of: Sequence[int],
     names: Sequence[str],
-    costs: Costs,
+    costs: StageCosts,
     links: Sequence[MeasuredLink],
 ) -> list[dict[str, Any]]:
     """Make the nodes of the case; those of one host get equal parts of a shared connection."""
@@ -418,7 +418,7 @@ def _names(given: Any, hosts: int) -> list[str]:
     return list(names)
 
 
-def _costs(reports: Sequence[HostReport], host_of: Sequence[int]) -> Costs:
+def _costs(reports: Sequence[HostReport], host_of: Sequence[int]) -> StageCosts:
     timings = {of: stages for report in reports for of, stages in report.timings.items()}
     processors = _by_node(host_of, [report.processors for report in reports])
     return fit_costs([timings[of] for of in processors])

@@ -51,7 +51,7 @@ StageTimings = Mapping[str, Timing]
 
 
 @dataclass(frozen=True)
-class Costs:
+class StageCosts:
     """Seconds of a forward of an average stage on each node, and other costs relative to it.
 
     Fields are those of a case. `largest_error` is the largest relative difference of these costs to
@@ -121,7 +121,7 @@ def measure_stage(
     return {operation: Timing.of(values) for operation, values in seconds.items()}
 
 
-def fit_costs(timings: Sequence[Sequence[StageTimings]]) -> Costs:
+def fit_costs(timings: Sequence[Sequence[StageTimings]]) -> StageCosts:
     """Fit the costs of a case to the measured `timings[node][stage]`.
 
     In a case the time of an operation is the product of a cost of the node and a cost of the stage.
@@ -137,7 +137,7 @@ def fit_costs(timings: Sequence[Sequence[StageTimings]]) -> Costs:
     backward_ratio = float(backward.sum() / forward.sum())
     forward_s = of_node / (1.0 + backward_ratio)
     error = np.outer(of_node, stage_cost) / (forward + backward)
-    return Costs(
+    return StageCosts(
         forward_s=forward_s.tolist(),
         stage_cost=stage_cost.tolist(),
         backward_ratio=backward_ratio,

@@ -70,7 +70,7 @@ def _with_shardings(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(described, shapes, shardings)
 
 
-class Kind(NamedTuple):
+class ProgramKind(NamedTuple):
     """Kind of operations that share a program: F, L or B, and whether hops bring input or output.
 
     `arrives` or `leaves` is False if the previous or next operation is on the same node.
@@ -81,21 +81,27 @@ class Kind(NamedTuple):
     leaves: bool
 
 
-def _kinds_of(nodes: Collection[int], programs: Collection[Program]) -> frozenset[Kind]:
+def _kinds_of(nodes: Collection[int], programs: Collection[Program]) -> frozenset[ProgramKind]:
     """Return the kinds of operations that programs have for some nodes."""
     return frozenset(
-        Kind(step.operation.kind, step.arrives is not None, step.leaves is not None)
+        ProgramKind(step.operation.kind, step.arrives is not None, step.leaves is not None)
         for program in programs
         for step in program.instructions
         if isinstance(step, Compute) and step.operation.node in nodes
     )
 
 
-def _usual_kinds(stage: int) -> frozenset[Kind]:
+def _usual_kinds(stage: int) -> frozenset[ProgramKind]:
     """Return the kinds of operations on a node of a stage, if each path visits several stages."""
     if stage == 0:
-        return frozenset({Kind("F", False, True), Kind("L", True, True), Kind("B", True, False)})
-    return frozenset({Kind("F", True, True), Kind("B", True, True)})
+        return frozenset(
+            {
+                ProgramKind("F", False, True),
+                ProgramKind("L", True, True),
+                ProgramKind("B", True, False),
+            }
+        )
+    return frozenset({ProgramKind("F", True, True), ProgramKind("B", True, True)})
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class _Replica:
     of_stages: int
     state: StageState
     here: NodeSharding
-    kinds: frozenset[Kind]
+    kinds: frozenset[ProgramKind]
     count: int | None = None
 
     def compile(self, ahead: AheadOfTimeCompiler) -> None:

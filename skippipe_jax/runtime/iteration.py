@@ -19,7 +19,7 @@ from functools import partial
 import jax
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Operation
-from skippipe_sched.timing.timeline import Averaging, Run
+from skippipe_sched.timing.timeline import Averaging, TimedOperation
 
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import Compute, Program
@@ -88,7 +88,7 @@ class Iteration:
             for node, own in by_node.items()
         }
         self.ended: set[Operation] = set()
-        self.runs: list[Run] = []
+        self.runs: list[TimedOperation] = []
 
     @property
     def is_done(self) -> bool:
@@ -187,7 +187,7 @@ class Iteration:
         def computed(end_s: float) -> None:
             if self.emulation is not None:
                 end_s = self.emulation.operation_end_s(operation, start_s, end_s)
-            run = Run(operation, arrived_s, start_s, end_s)
+            run = TimedOperation(operation, arrived_s, start_s, end_s)
             if self.emulation is None:
                 self._end(run, result)
             else:
@@ -195,7 +195,7 @@ class Iteration:
 
         self.loop.when_computed(at_the_end, computed)
 
-    def _end(self, run: Run, result: jax.Array | None) -> None:
+    def _end(self, run: TimedOperation, result: jax.Array | None) -> None:
         """Pass on the result of an operation that has ended, and free its node."""
         self.runs.append(run)
         node, end_s = run.operation.node, run.end_s
@@ -290,7 +290,9 @@ class TrainingIteration(Iteration):
         """Return the operations and averagings of this host, with `by_s` added to all times."""
         return Recording(
             tuple(
-                Run(run.operation, run.arrived_s + by_s, run.start_s + by_s, run.end_s + by_s)
+                TimedOperation(
+                    run.operation, run.arrived_s + by_s, run.start_s + by_s, run.end_s + by_s
+                )
                 for run in self.runs
             ),
             tuple(

@@ -27,7 +27,7 @@ from skippipe_jax.runtime.stage_functions import (
     Totals,
     functions_of_stage,
 )
-from skippipe_jax.runtime.state import MOMENTUM, FragmentInTransit, OwnOrigin, StageState, State
+from skippipe_jax.runtime.state import MOMENTUM, FragmentInTransit, OwnOrigin, StageState, StateTree
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.storage.checkpoint import Checkpoint
 from skippipe_jax.storage.loading import load_replica
@@ -167,7 +167,7 @@ def from_own_states(checkpoint: Checkpoint, config: Config, layers: Sequence[int
     """Return the origin of local states in a checkpoint with the same settings of averaging."""
     averaging = config.averaging
 
-    def read(stage: int, place: int, of_stage: State) -> State:
+    def read(stage: int, place: int, of_stage: StateTree) -> StateTree:
         parameters = of_stage["parameters"]
         fragments = fragments_of(averaging, layers[stage])
 
@@ -179,7 +179,7 @@ def from_own_states(checkpoint: Checkpoint, config: Config, layers: Sequence[int
 
         under_way: dict[int, int | None] = {}
 
-        def abstract_of(names: Collection[str]) -> State:
+        def abstract_of(names: Collection[str]) -> StateTree:
             # The saved names decide: a change of hosts just before had settled all fragments.
             parts = [name.split("/") for name in names]
             steps = {int(own[1]) for own in parts if own[0] == "under_way"}

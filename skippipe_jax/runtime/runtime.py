@@ -40,7 +40,7 @@ from skippipe_jax.runtime.outer_steps import OuterSteps, settle
 from skippipe_jax.runtime.replicas import Replicas, open_collectives
 from skippipe_jax.runtime.stage_functions import activation, wire_of_run
 from skippipe_jax.runtime.stage_rebuild import NO_RECOVERY_SOURCES, RecoverySources
-from skippipe_jax.runtime.state import Kept, Origin, OwnOrigin, StageState, make_states
+from skippipe_jax.runtime.state import Kept, OwnOrigin, StageState, StateReader, make_states
 from skippipe_jax.runtime.state_transfer import DisklessStages, StateTransfers
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.totals import Outcome
@@ -269,7 +269,7 @@ def open_runtime(
     kinds: Sequence[Sequence[str]],
     group: Group,
     transfers: Transfers,
-    origin: Origin | None,
+    origin: StateReader | None,
     kept: Kept | None = None,
     remains: RecoverySources = NO_RECOVERY_SOURCES,
     own_origin: OwnOrigin | None = None,

@@ -30,10 +30,10 @@ from skippipe_jax.models.footprint import transfer_dtypes
 from skippipe_jax.models.llama import DataStage, Stage
 from skippipe_jax.models.sharding import in_use, specs, used
 from skippipe_jax.optim import rounding
-from skippipe_jax.optim.rounding import Draw as RoundingDraw
+from skippipe_jax.optim.rounding import RoundingSeed
 from skippipe_jax.optim.update_rule import update_count, update_rule
 from skippipe_jax.runtime.spread import activations, named
-from skippipe_jax.runtime.wire_format import Draw, Wire, WireFormat
+from skippipe_jax.runtime.wire_format import HopSeed, Wire, WireFormat
 
 Parameters = dict[str, Any]
 Gradients = dict[str, Any]
@@ -167,7 +167,7 @@ def stage_functions(
         optimizer_state: PyTree,
         gradients: Gradients,
         totals: Totals,
-        draw: RoundingDraw | None = None,
+        draw: RoundingSeed | None = None,
     ):
         scale = _gradient_scale(optimizer, totals, microbatch_tokens)
         mean = jax.tree.map(lambda leaf: leaf * scale, gradients)
@@ -249,7 +249,7 @@ def _operations(
         gauge: Gauge,
         saved: PyTree,
         cotangent: Array,
-        draw: Draw | None = None,
+        draw: HopSeed | None = None,
         *,
         leaves: bool = False,
     ):
@@ -272,7 +272,7 @@ def _operations(
         gauge: Gauge,
         outputs: Array,
         targets: Array,
-        draw: Draw | None = None,
+        draw: HopSeed | None = None,
         *,
         leaves: bool = False,
     ):

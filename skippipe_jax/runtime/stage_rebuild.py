@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 from skippipe_jax.config.cluster import AVERAGE
 from skippipe_jax.consensus.generations import RebuiltStage
 from skippipe_jax.runtime.copied import Copy, pieces, unpacked
-from skippipe_jax.runtime.state import Kept, State
+from skippipe_jax.runtime.state import Kept, StateTree
 
 # Chunks of a buddy checkpoint that is sent whole, while the links are idle.
 REBUILD_CHUNK_BYTES = 1 << 26
@@ -49,7 +49,7 @@ class RecoverySources:
 NO_RECOVERY_SOURCES = RecoverySources()
 
 
-def source_shapes(made: RebuiltStage, shapes: State) -> list[jax.ShapeDtypeStruct]:
+def source_shapes(made: RebuiltStage, shapes: StateTree) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes of the arrays that a source sends for a stage with these `shapes`."""
     if made.by == AVERAGE:
         return jax.tree.leaves(shapes["parameters"]["blocks"])
@@ -75,10 +75,10 @@ def source_arrays(
 
 def rebuilt(
     made: RebuiltStage,
-    shapes: State,
+    shapes: StateTree,
     sources: Sequence[Sequence[np.ndarray]],
     remains: RecoverySources,
-) -> State:
+) -> StateTree:
     """Rebuild a stage with these `shapes` from the arrays of each of its sources."""
     assert remains.updates is not None, "a source without an update count"
     if made.by == AVERAGE:
@@ -91,11 +91,11 @@ def rebuilt(
 
 
 def averaged(
-    shapes: State,
+    shapes: StateTree,
     neighbors: Sequence[Sequence[np.ndarray]],
     squared_norms: tuple[float, float],
     updates: int,
-) -> State:
+) -> StateTree:
     """Average two stages into the stage between them, by the formula above, in float32.
 
     `neighbors` are the arrays of the blocks of the previous and the next stage. If both norms are

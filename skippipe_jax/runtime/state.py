@@ -12,8 +12,8 @@ from jaxtyping import PyTree
 from tqdm import tqdm
 
 from skippipe_jax.config import Config
-from skippipe_jax.optim.outer import Message, Outer, Part, begin_with
-from skippipe_jax.optim.rounding import Draw
+from skippipe_jax.optim.outer import EncodedPart, Outer, StageFragment, begin_with
+from skippipe_jax.optim.rounding import RoundingSeed
 from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import (
     Gauge,
@@ -27,13 +27,13 @@ from skippipe_jax.storage.checkpoint import Checkpoint
 from skippipe_jax.storage.loading import load_stage_numpy
 
 MOMENTUM = "outer_momentum"
-State = Mapping[str, PyTree]
+StateTree = Mapping[str, PyTree]
 """State of a stage in a checkpoint: "parameters" and "optimizer_state".
 
 In a transfer between replicas, it also has the momentum of the outer optimizer, if there is one.
 """
 
-Origin = Callable[[int, State], State]
+StateReader = Callable[[int, StateTree], StateTree]
 """(stage, shapes of its state) -> its state, or only its parameters before the first update
 
 The result is in NumPy arrays, from which each replica copies.
@@ -53,10 +53,10 @@ class FragmentInTransit:
     """
 
     fragment: int
-    sent: Part
-    message: Message
+    sent: StageFragment
+    message: EncodedPart
     committed_with: int
-    messages: Mapping[int, Message] | None = None
+    messages: Mapping[int, EncodedPart] | None = None
 
 
 @dataclass
@@ -75,7 +75,7 @@ class StageState:
     parameters: Parameters
     optimizer_state: PyTree
     gradients: Gradients
-    draw: Draw
+    draw: RoundingSeed
     outer: Outer | None = None
     under_way: dict[int, FragmentInTransit] = field(default_factory=dict)
     gathers: bool = False
@@ -127,7 +127,7 @@ class StageState:
         }
 
 
-OwnOrigin = Callable[[int, int, State], State]
+OwnOrigin = Callable[[int, int, StateTree], StateTree]
 """(stage, index of the replica, shapes of the stage's state) -> saved result of `own_to_save`
 
 Its keys in "under_way" are pairs: the step after which a fragment was sent, and its number.
@@ -147,12 +147,12 @@ class NodeState:
     counts: dict[int, jax.Array] = field(default_factory=dict)
 
 
-def from_checkpoint(checkpoint: Checkpoint, stage_layers: Sequence[int]) -> Origin:
+def from_checkpoint(checkpoint: Checkpoint, stage_layers: Sequence[int]) -> StateReader:
     """Return the origin of states in a checkpoint, which may have another stage partition."""
     return lambda stage, shapes: load_stage_numpy(checkpoint, stage_layers, stage, shapes)
 
 
-def shapes_of_state(functions: StageFunctions, *, with_momentum: bool = False) -> State:
+def shapes_of_state(functions: StageFunctions, *, with_momentum: bool = False) -> StateTree:
     """Return the shapes of a stage's saved state, or `with_momentum` of a transferred one."""
     parameters, optimizer_state, _ = jax.eval_shape(functions.create, jax.random.key(0), 0)
     saved = {"parameters": parameters, "optimizer_state": optimizer_state}
@@ -162,7 +162,7 @@ def shapes_of_state(functions: StageFunctions, *, with_momentum: bool = False) -
 def make_states(
     config: Config,
     topology: Topology,
-    origin: Origin | None = None,
+    origin: StateReader | None = None,
     kept: Kept | None = None,
     stages: Collection[int] | None = None,
     own_origin: OwnOrigin | None = None,
@@ -202,7 +202,7 @@ def make_states(
     for stage in shown:
         own = [node for node in replicas if topology.stage_of[node] == stage and node not in states]
         draw = np.array([config.seed, cut.blocks(stage).start], np.uint32)
-        read: State = {}
+        read: StateTree = {}
         if stage in of_stages:
             given = of_stages[stage].to_give(with_momentum=config.averaging.is_outer)
             read = jax.device_get(given)
@@ -222,7 +222,7 @@ def make_states(
 
 
 def _made(
-    functions: StageFunctions, read: State, topology: Topology, node: int, draw: Draw
+    functions: StageFunctions, read: StateTree, topology: Topology, node: int, draw: RoundingSeed
 ) -> StageState:
     """Make a replica with a separate copy of the read state, as updates donate it.
 
@@ -252,7 +252,7 @@ def _made(
 
 
 def _restore_local_state(
-    state: StageState, own: State, topology: Topology, node: int, step: int
+    state: StageState, own: StateTree, topology: Topology, node: int, step: int
 ) -> None:
     """Restore the saved local state of a replica that has the outer parameters."""
     copy = topology.spread(node).put(dict(own), may_alias=False)

@@ -34,7 +34,7 @@ from skippipe_jax.runtime.stage_rebuild import (
     source_arrays,
     source_shapes,
 )
-from skippipe_jax.runtime.state import Kept, Origin, StageState, State, shapes_of_state
+from skippipe_jax.runtime.state import Kept, StageState, StateReader, StateTree, shapes_of_state
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
@@ -42,7 +42,7 @@ from skippipe_jax.runtime.transport import HostLink
 CHECK_INTERVAL_S = 0.5
 
 Links = Mapping[int, HostLink]
-Make = Callable[[Origin | None, Kept, Collection[int]], Mapping[int, StageState]]
+Make = Callable[[StateReader | None, Kept, Collection[int]], Mapping[int, StageState]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,7 @@ class StateTransfers:
         return (hop for transfer in self.transfers for hop in transfer.hops)
 
     @cached_property
-    def _shapes(self) -> Sequence[State]:
+    def _shapes(self) -> Sequence[StateTree]:
         """Shapes of the arrays that are sent for each stage."""
         functions = functions_of_run(self._config, len(self.topology.plan.stages))
         return [shapes_of_state(own, with_momentum=self._with_momentum) for own in functions]
@@ -178,7 +178,7 @@ class StateTransfers:
                     own = made.stage, source, node, shapes, made, number
                     yield StateTransfer.plan(self.topology, "start", *own)
 
-    def run(self, links: Links, make: Make, others: Origin | None) -> Mapping[int, StageState]:
+    def run(self, links: Links, make: Make, others: StateReader | None) -> Mapping[int, StageState]:
         """Run all transfers; return the states of the local replicas.
 
         `make` makes the states of some stages, from an origin and from states that are kept. Stages
@@ -210,10 +210,10 @@ class StateTransfers:
         own |= make(origin, {}, received)
         return {replica: own[replica] for replica in topology.local_replicas}
 
-    def _origin(self, links: Links, others: Origin | None) -> Origin:
+    def _origin(self, links: Links, others: StateReader | None) -> StateReader:
         """Return the origin of stages that are sent here or rebuilt, and of all `others`."""
 
-        def read(stage: int, shapes: State) -> State:
+        def read(stage: int, shapes: StateTree) -> StateTree:
             here = stage, self.topology.host
             own = [of for of in self.transfers if (of.stage, of.target) == here]
             if not own:

@@ -24,7 +24,7 @@ from skippipe_jax.optim.rounding import LARGEST, from_int8, grouped, to_int8
 # A scale is at least the smallest normal number, below which the results of devices differ.
 LEAST_SCALE = float(jnp.finfo(jnp.bfloat16).tiny)
 
-Draw = UInt32[Array, "4"]
+HopSeed = UInt32[Array, "4"]
 """Seed of a stochastic rounding: seed of the run, step, microbatch and stage."""
 
 
@@ -55,7 +55,7 @@ class WireFormat:
         """True if packing rounds stochastically, and so needs a seed."""
         return self.dtype == "int8" and self.rounding == "stochastic"
 
-    def pack(self, array: Float[Array, "*batch channels"], draw: Draw | None = None) -> Array:
+    def pack(self, array: Float[Array, "*batch channels"], draw: HopSeed | None = None) -> Array:
         """Encode an array for a hop; `draw` is the seed of stochastic rounding."""
         if self.dtype != "int8":
             return array.astype(self.dtype)
@@ -105,7 +105,7 @@ def scales_of(
     return jnp.where(jnp.isfinite(largest), rounded, jnp.nan)
 
 
-def drawn_fractions(draw: Draw, shape: tuple[int, ...]) -> Float[Array, "*batch width"]:
+def drawn_fractions(draw: HopSeed, shape: tuple[int, ...]) -> Float[Array, "*batch width"]:
     """Draw uniformly from [0, 1), in steps of 2^-16, the same on every device."""
     seed, *numbers = draw
     key = jax.random.key(seed)

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from skippipe_jax import log
 from skippipe_jax.data.tokenizer import MARKS
-from skippipe_jax.serving.choices import Piece
+from skippipe_jax.serving.choices import ChoicePiece
 from skippipe_jax.serving.engine import Engines
 from skippipe_jax.serving.errors import ApiError
 from skippipe_jax.serving.metrics import Metrics
@@ -226,7 +226,7 @@ class _Stream(StreamingResponse):
             self._on_end()
 
 
-async def _gathered(pieces: AsyncIterator[Piece]) -> list[Piece]:
+async def _gathered(pieces: AsyncIterator[ChoicePiece]) -> list[ChoicePiece]:
     async with aclosing(pieces):  # type: ignore[type-var]
         return [piece async for piece in pieces]
 

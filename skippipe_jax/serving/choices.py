@@ -20,7 +20,7 @@ class PlacedToken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChoicePiece:
     """Increment of a choice.
 
     Attributes:
@@ -58,7 +58,7 @@ class Choice:
         self._offset = 0 if echoed is None else len(echoed)
         self._reason: str | None = None
 
-    def take(self, decoded: Decoded) -> Piece:
+    def take(self, decoded: Decoded) -> ChoicePiece:
         """Take a decoded token and return the increment, whose text may be empty."""
         text, tokens = "", list[PlacedToken]()
         self.stages = decoded.stages or self.stages
@@ -76,7 +76,7 @@ class Choice:
             self._reason = "stop"
         elif decoded.is_last:
             self._reason = "stop" if is_end else "length"
-        return Piece(self.index, text, tuple(tokens), self._reason)
+        return ChoicePiece(self.index, text, tuple(tokens), self._reason)
 
     def _echoed_tokens(self, scored: Sequence[ScoredToken]) -> list[PlacedToken]:
         """Return the prompt's tokens without the hidden ones; the first token has no score."""

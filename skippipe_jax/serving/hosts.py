@@ -140,7 +140,7 @@ class PendingSteps:
 
 
 @dataclass(frozen=True)
-class Rules:
+class LossRules:
     """Rules for lost stages and for the stages of the front.
 
     Attributes:
@@ -204,7 +204,7 @@ class StageHosts:
         self,
         source: ModelSource,
         slots: Slots,
-        rules: Rules,
+        rules: LossRules,
         keys: Keys,
         silent_s: float,
         scales: ScaleTable | None = None,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.inference.decoding import StageExecutor, Step
-from skippipe_jax.inference.partial import Order
+from skippipe_jax.inference.partial import StageOrder
 from skippipe_jax.inference.stage_set import StageSet
 from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.runtime.wire_format import WireFormat
@@ -108,7 +108,7 @@ class LocalStages:
     def run(
         self,
         group: int,
-        stages: Order,
+        stages: StageOrder,
         travelled: np.ndarray,
         step: Step,
         skipped: Sequence[Collection[int]],

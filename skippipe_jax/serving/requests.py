@@ -12,9 +12,9 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.sampling import Sampling
-from skippipe_jax.data.chat import Message
+from skippipe_jax.data.chat import Turn
 from skippipe_jax.inference.decode_requests import MAX_TOP_TOKENS
-from skippipe_jax.inference.partial import Order, checked_order, kept
+from skippipe_jax.inference.partial import StageOrder, checked_order, kept
 from skippipe_jax.serving.errors import ApiError, wrong
 
 MOST_CHOICES = 128
@@ -97,7 +97,7 @@ class GenerationRequest(Struct, kw_only=True, forbid_unknown_fields=True):
         except InputError as error:  # Its field is an option of a command.
             raise wrong(error.field.lstrip("-").replace("-", "_"), error) from error
 
-    def stages(self, count: int, seed: int) -> Order:
+    def stages(self, count: int, seed: int) -> StageOrder:
         """Return the stages that run, of `count` stages.
 
         Raises:
@@ -165,7 +165,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         return self.logprobs
 
 
-class Part(Struct, forbid_unknown_fields=True):
+class MessagePart(Struct, forbid_unknown_fields=True):
     """Part of a message; only text is supported."""
 
     type: Literal["text"]
@@ -176,7 +176,7 @@ class ChatMessage(Struct):
     """Message of a conversation; keys that only some chat templates read are dropped."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[MessagePart] | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
@@ -189,7 +189,7 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     echo: ClassVar[bool] = False
 
     @property
-    def conversation(self) -> Sequence[Message]:
+    def conversation(self) -> Sequence[Turn]:
         """Messages in the form that chat templates take."""
         return [{"role": one.role, "content": _text_of(one.content or "")} for one in self.messages]
 
@@ -216,7 +216,7 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def _text_of(content: str | list[Part]) -> str:
+def _text_of(content: str | list[MessagePart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -235,10 +235,10 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True):
     model: str | None = None
 
 
-Kind = TypeVar("Kind", bound=Struct)
+StructType = TypeVar("StructType", bound=Struct)
 
 
-def parse(body: bytes, kind: type[Kind]) -> Kind:
+def parse(body: bytes, kind: type[StructType]) -> StructType:
     """Parse the body of a request.
 
     Raises:

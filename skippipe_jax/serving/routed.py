@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from skippipe_sched.serving.case import FRONT
 
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step, span_of
-from skippipe_jax.inference.partial import Order
+from skippipe_jax.inference.partial import StageOrder
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.inference.token_sampling import TokenScores
 from skippipe_jax.serving.hosts import RouteFailed, StageHosts
@@ -46,7 +46,7 @@ class RoutedExecutor(StageExecutor):
         self._tokens: dict[int, list[int]] = {}
         self._used: dict[int, set[int]] = {}
 
-    def begin(self, slot: int, stages: Order | None) -> None:
+    def begin(self, slot: int, stages: StageOrder | None) -> None:
         """Implement `Decoder.begin`."""
         super().begin(slot, stages)
         if not self._tokens:
@@ -64,7 +64,7 @@ class RoutedExecutor(StageExecutor):
         """Implement `Decoder.close`."""
         self._hosts.give_up()
 
-    def stages_of(self, slot: int) -> Order:
+    def stages_of(self, slot: int) -> StageOrder:
         """Implement `Decoder.stages_of`."""
         return tuple(sorted(self._used[slot]))
 

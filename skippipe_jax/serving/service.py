@@ -14,7 +14,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.data.chat import encode_prompt
 from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.inference.decode_requests import DecodeRequest
-from skippipe_jax.serving.choices import Choice, Piece, chat_logprobs, completion_logprobs
+from skippipe_jax.serving.choices import Choice, ChoicePiece, chat_logprobs, completion_logprobs
 from skippipe_jax.serving.engine import Engines, Sequences
 from skippipe_jax.serving.errors import ApiError, wrong
 from skippipe_jax.serving.metrics import Metrics
@@ -151,7 +151,7 @@ class Job:
 
     async def pieces(
         self, sequences: Sequences, engines: Engines, metrics: Metrics
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncIterator[ChoicePiece]:
         """Yield the increments of choices until all have ended; cancel those that end early.
 
         All sequences of the request are cancelled however this ends.
@@ -181,7 +181,7 @@ class Job:
 
     # The format of answers.
 
-    def answer(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def answer(self, pieces: Sequence[ChoicePiece]) -> dict[str, Any]:
         """Return the complete answer from all pieces."""
         choices = []
         for choice in self.choices:
@@ -202,7 +202,7 @@ class Job:
         kind = "chat.completion" if self.is_chat else "text_completion"
         return self._body(kind, choices) | {"usage": self.usage()}
 
-    async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+    async def events(self, pieces: AsyncIterator[ChoicePiece]) -> AsyncIterator[bytes]:
         """Yield server-sent events: one per piece with text, the numbers of tokens, the end.
 
         An error after the answer has begun is sent as an event.

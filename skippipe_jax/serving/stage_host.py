@@ -110,7 +110,7 @@ class StageHost:
         """
         self._coordinator = parse_address("--coordinator", coordinator)
         self._keys, self._source, self._bind_address = keys, source, bind_address
-        self._session: Session | None = None
+        self._session: FrontSession | None = None
         self._patience_s, self._most_stages = patience_s, most_stages
         self.address: str | None = None
         self._name = ", ".join(filter(None, (socket.gethostname(), name)))
@@ -136,7 +136,7 @@ class StageHost:
                 raise refusal
             match reply:
                 case ["welcome", dict(welcome)]:
-                    session = self._session = Session(link, welcome, self._source, self._keys)
+                    session = self._session = FrontSession(link, welcome, self._source, self._keys)
                     if await session.follow():
                         return
             log.info(f"lost the connection to the front ({link.ending}); reconnecting")
@@ -164,7 +164,7 @@ class StageHost:
                 await Wire(link, session.silent_s).follow(session.take)
 
 
-class Session:
+class FrontSession:
     """Session of a host with one front, from its welcome to its end."""
 
     def __init__(self, link: Link, welcome: dict[str, Any], source: ModelSource | None, keys: Keys):

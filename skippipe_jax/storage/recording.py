@@ -23,7 +23,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import KINDS, Operation, Plan, load_plan, microbatch_chain
 from skippipe_sched.timing.hops import Queues
-from skippipe_sched.timing.timeline import Averaging, Run, Timeline, Transfer
+from skippipe_sched.timing.timeline import Averaging, TimedOperation, Timeline, Transfer
 
 from skippipe_jax.storage.files import atomic_write
 
@@ -42,7 +42,7 @@ class Recording:
     with one replica exchanges nothing and needs no averaging.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[TimedOperation, ...]
     averagings: tuple[Averaging, ...]
 
     def save(self, folder: Path, step: int, host: int) -> None:
@@ -132,7 +132,9 @@ def _load(path: Path, plan: Plan) -> Recording:
     runs = _rows(content["runs"], f"{field}.runs", 6)
     averagings = _rows(content["averagings"], f"{field}.averagings", 3)
     return Recording(
-        tuple(Run(_operation(row, where), *_times(row[3:], where)) for where, row in runs),
+        tuple(
+            TimedOperation(_operation(row, where), *_times(row[3:], where)) for where, row in runs
+        ),
         tuple(
             Averaging(
                 fields.integer(row[0], where, 0, len(plan.stages) - 1), *_times(row[1:], where)
@@ -165,11 +167,13 @@ def _times(values: list, field: str) -> list[float]:
     return [*times, fields.number(end_s, field, times[-1])]
 
 
-def _by_operation(runs: Iterable[Run], plan: Plan, step: int) -> dict[Operation, Run]:
+def _by_operation(
+    runs: Iterable[TimedOperation], plan: Plan, step: int
+) -> dict[Operation, TimedOperation]:
     """Map every operation of the plan to its run."""
     field = f"{TIMELINES}/{step:08d}"
     missing = {operation for operations in plan.order for operation in operations}
-    by_operation: dict[Operation, Run] = {}
+    by_operation: dict[Operation, TimedOperation] = {}
     for run in runs:
         if run.operation not in missing:
             raise InputError(
@@ -192,7 +196,7 @@ def _by_operation(runs: Iterable[Run], plan: Plan, step: int) -> dict[Operation,
     return by_operation
 
 
-def _relative_to(zero_s: float, run: Run) -> Run:
+def _relative_to(zero_s: float, run: TimedOperation) -> TimedOperation:
     """Return a run with times relative to `zero_s`; earlier arrivals become 0."""
     return replace(
         run,
@@ -202,7 +206,7 @@ def _relative_to(zero_s: float, run: Run) -> Run:
     )
 
 
-def _transfers(plan: Plan, runs: Mapping[Operation, Run]) -> tuple[Transfer, ...]:
+def _transfers(plan: Plan, runs: Mapping[Operation, TimedOperation]) -> tuple[Transfer, ...]:
     sendings = []
     for microbatch, path in enumerate(plan.microbatches):
         for before, after in pairwise(microbatch_chain(microbatch, path)):
@@ -229,7 +233,7 @@ def _transfers(plan: Plan, runs: Mapping[Operation, Run]) -> tuple[Transfer, ...
 
 
 def _averagings(
-    plan: Plan, runs: Mapping[Operation, Run], recorded: Sequence[Averaging]
+    plan: Plan, runs: Mapping[Operation, TimedOperation], recorded: Sequence[Averaging]
 ) -> tuple[Averaging, ...]:
     """Return an averaging for every stage with nodes; one not recorded has no duration."""
     averagings = []

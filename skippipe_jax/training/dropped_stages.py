@@ -21,7 +21,7 @@ from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.runtime.copied import Copy, packed
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.stage_rebuild import with_count
-from skippipe_jax.runtime.state import State, shapes_of_state
+from skippipe_jax.runtime.state import StateTree, shapes_of_state
 from skippipe_jax.runtime.state_transfer import beside
 from skippipe_jax.storage.checkpoint import Checkpoint, open_checkpoint
 from skippipe_jax.storage.joined_folder import is_joined
@@ -77,7 +77,7 @@ def saved_steps_of_lost_stages(config: Config, generation: Generation) -> dict[i
     }
 
 
-def _read(config: Config, checkpoint: Checkpoint, stages: int, stage: int) -> State:
+def _read(config: Config, checkpoint: Checkpoint, stages: int, stage: int) -> StateTree:
     cut = config.model.stage_partition(stages)
     functions = functions_of_run(config, stages)[stage]
     return load_stage_numpy(checkpoint, cut, stage, shapes_of_state(functions))

@@ -34,7 +34,7 @@ from skippipe_jax.data.token_shards import read_index
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.interop import huggingface
 from skippipe_jax.runtime.runtime import Ready
-from skippipe_jax.runtime.state import State
+from skippipe_jax.runtime.state import StateTree
 from skippipe_jax.storage.checkpoint import COMMITTED, Checkpoint, digest, open_checkpoint
 from skippipe_jax.storage.loading import load_stage_numpy
 from skippipe_jax.storage.restore import every_stage, latest_intact, verify
@@ -206,7 +206,7 @@ class InitialWeights:
         self.cut = cut
         self.digests: dict[int, str] = {}
 
-    def read(self, stage: int, shapes: State) -> State:
+    def read(self, stage: int, shapes: StateTree) -> StateTree:
         """Read the parameters of a stage, with the given shapes."""
         parameters = self.source.load_stage(shapes["parameters"], self.cut.blocks(stage).start)
         if self.are_compared:

@@ -29,13 +29,13 @@ from skippipe_jax.connections import host_listener, mesh
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import (
     Abandoned,
+    ConsensusState,
     Decision,
     Enter,
     Event,
     Generation,
     NotMember,
     RolledBack,
-    State,
     Told,
 )
 from skippipe_jax.training.elastic import coordinator
@@ -47,8 +47,8 @@ from skippipe_jax.training.elastic.coordinator import (
     Failed,
     HostPolicy,
     Opening,
-    Origin,
     Signal,
+    StateOrigin,
     StateSource,
     Suspended,
     Training,
@@ -76,16 +76,16 @@ class Host(rules_alone.Process):
             host, 1e9, 2 * CLUSTER.heartbeat_timeout_s, "any", replicas_diverge=False
         )
         self.has_cut_transfers, self.has_read = False, 0
-        self.at: coordinator.State = JOINING
+        self.at: coordinator.CoordinatorState = JOINING
         self.applied, self.is_ready, self.entered, self.stages = [], is_ready, None, {}
 
-    def advance(self, event: coordinator.Event) -> coordinator.State:
+    def advance(self, event: coordinator.CoordinatorEvent) -> coordinator.CoordinatorState:
         """Let an event come to what decides what this host does."""
         self.at = coordinator.advance(self.at, event, self.policy)
         return self.at
 
     @property
-    def state(self) -> State:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self) -> ConsensusState:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return what its part in the consensus knows."""
         return self.attended.control.state
 
@@ -181,12 +181,12 @@ class ControlSimulation(Simulation):
         if is_first:
             own.is_ready, own.stages = True, self.first_stages[host]
             first = own.entered = self.decided[1]
-            own.at = Opening(first, StateSource(0, Origin.OWN))
+            own.at = Opening(first, StateSource(0, StateOrigin.OWN))
             attended.inbox.follow(Enter(first))
             state = first_state(host, self.rules, first, 0)
         else:
             rules = replace(self.rules, is_apart=is_apart)
-            state = State(host, self.processes[host], rules)
+            state = ConsensusState(host, self.processes[host], rules)
 
         def follow(decision: Decision) -> None:
             attended.inbox.follow(decision)
@@ -319,11 +319,11 @@ class ControlSimulation(Simulation):
         state = own.advance(Entered(generation, len(own.applied) if has_session else None))
         assert isinstance(state, Opening), state
         match state.source.origin:
-            case Origin.PEERS:
+            case StateOrigin.PEERS:
                 self.begin_empty(host)
-            case Origin.CHECKPOINT:
+            case StateOrigin.CHECKPOINT:
                 self.restore(host, generation)
-            case Origin.OWN:
+            case StateOrigin.OWN:
                 pass
 
     def tell(self, host: int, event: Event) -> None:

@@ -8,12 +8,12 @@ from msgspec import structs
 
 from skippipe_jax.cluster.status import status_of
 from skippipe_jax.connections.directory import Directory
-from skippipe_jax.connections.hello import Hello, Run
+from skippipe_jax.connections.hello import Hello, RunIdentity
 from skippipe_jax.connections.status import HostPresence, LinkStatus, Progress, TrainingStatus
-from skippipe_jax.consensus.generations import Generation, Rules, State
+from skippipe_jax.consensus.generations import ConsensusRules, ConsensusState, Generation
 
 # Hosts 0 and 1 serve stage 0, host 2 stage 1, and host 3, which may come, none yet.
-RULES = Rules(
+RULES = ConsensusRules(
     host_of=(0, 1, 2, 3),
     stages=2,
     placed=lambda placement, *_: placement,
@@ -26,16 +26,18 @@ TRAINING = TrainingStatus(1, Progress(6, 10), ((0, 1), (2,)), {0: "Iowa"}, (), F
 
 
 def directory(host: int = 0, *, has_begun: bool = True) -> Directory:
-    hello = Hello(host, 3, 7 + host, f"host {host}", f"10.0.0.1:{host}", Run({"run_dir": "a"}))
+    hello = Hello(
+        host, 3, 7 + host, f"host {host}", f"10.0.0.1:{host}", RunIdentity({"run_dir": "a"})
+    )
     known = Directory(replace(hello, spare=1))
     known.addresses = {other: f"10.0.0.1:{other}" for other in range(3) if other != host}
     known.has_begun = known.outlives = has_begun
     return known
 
 
-def state(generation: Generation | None, host: int = 0, **more: object) -> State:
+def state(generation: Generation | None, host: int = 0, **more: object) -> ConsensusState:
     is_member = generation is not None and host in generation.members
-    given = State(host, 7 + host, RULES, generation, is_member=is_member)
+    given = ConsensusState(host, 7 + host, RULES, generation, is_member=is_member)
     return structs.replace(given, **more)
 
 

@@ -13,14 +13,14 @@ import psutil
 
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import join_address, parse_address
-from skippipe_jax.connections.hello import Hello, Run
+from skippipe_jax.connections.hello import Hello, RunIdentity
 from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret
 from skippipe_jax.connections.links import LINE_BYTES, Link, TlsCodec, reach
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.status import HostPresence, LinkStatus, Progress, RunStatus
 
-RUN = Run({"run_dir": "runs/a", "model": "0123"}, {"train": "4567"}, {"jax": "1.0"})
+RUN = RunIdentity({"run_dir": "runs/a", "model": "0123"}, {"train": "4567"}, {"jax": "1.0"})
 STATUS = RunStatus(
     run="runs/a",
     host=0,
@@ -60,7 +60,7 @@ class Host:
         self,
         host: int,
         hosts: int,
-        run: Run = RUN,
+        run: RunIdentity = RUN,
         connect_timeout_s: float = 10.0,
         keys: Keys = LOOPBACK_ONLY,
         status: Callable[[], RunStatus] = lambda: STATUS,

@@ -13,7 +13,7 @@ import pytest
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections import host_listener, links
-from skippipe_jax.connections.hello import PROTOCOL, Hello, Run, Welcome
+from skippipe_jax.connections.hello import PROTOCOL, Hello, RunIdentity, Welcome
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.links import INVALID_MESSAGE, reach
 from tests.connections.meshes import (
@@ -77,7 +77,7 @@ def test_a_hello_with_anything_out_of_range_is_none(hello: dict[str, Any]):
     ],
 )
 async def test_a_host_of_another_run_or_version_is_refused_and_both_sides_name_it(
-    run: Run, named: str, capfd: pytest.CaptureFixture[str]
+    run: RunIdentity, named: str, capfd: pytest.CaptureFixture[str]
 ):
     first, foreign, second = Host(0, 2), Host(1, 2, run), Host(1, 2)
     gathering = await first.gather()

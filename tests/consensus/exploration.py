@@ -19,14 +19,14 @@ from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (
     Abandoned,
     Beat,
+    ConsensusRules,
+    ConsensusState,
     Event,
     Generation,
     Held,
     Presence,
     Received,
-    Rules,
     Send,
-    State,
     Stored,
     Tick,
     Writes,
@@ -35,7 +35,7 @@ from skippipe_jax.consensus.generations import (
 CALM_TICKS = 40
 HOSTS = (0, 1, 2)
 FIRST = Generation(1, HOSTS, HOSTS, 0, 0, placement=((0, 1, 2),))
-RULES = Rules(
+RULES = ConsensusRules(
     host_of=HOSTS,
     stages=1,
     placed=lambda placement, *_: placement,
@@ -133,7 +133,7 @@ class Exploration:
             messages = frozenset(sent for sent in node.messages if sent[1] != self.dies)
             yield Node(node.states, messages, self.dies)
 
-    def state(self, node: Node, host: int) -> State:
+    def state(self, node: Node, host: int) -> ConsensusState:
         return self._values[node.states[host]]
 
     def live(self, node: Node) -> list[int]:
@@ -229,7 +229,7 @@ def explore(
 
 def frozen(value: Any) -> Any:
     """Something that is hashed, and equal for equal values."""
-    if isinstance(value, Rules):
+    if isinstance(value, ConsensusRules):
         return None
     if isinstance(value, Mapping):
         return frozenset((key, frozen(part)) for key, part in value.items())

@@ -18,6 +18,8 @@ from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (
     Abandoned,
     Apply,
+    ConsensusRules,
+    ConsensusState,
     Effect,
     Enter,
     Event,
@@ -30,10 +32,8 @@ from skippipe_jax.consensus.generations import (
     RebuiltStage,
     Received,
     Remakes,
-    Rules,
     Saved,
     Send,
-    State,
     Stored,
     Tick,
     Told,
@@ -116,7 +116,7 @@ class Process:
     `stages` are those whose state it has, and the steps that are in it.
     """
 
-    state: State
+    state: ConsensusState
     applied: list[Any] = field(default_factory=list)
     is_ready: bool = True
     entered: Generation | None = None
@@ -152,7 +152,7 @@ class Simulation:
         moves_to_safety: bool = False,
     ):
         everybody, beginning = tuple(range(hosts + spare)), tuple(range(hosts))
-        self.rules = Rules(
+        self.rules = ConsensusRules(
             host_of=everybody,
             stages=stages,
             placed=placed,
@@ -388,7 +388,7 @@ class Simulation:
             self.copies[host].clear()
             self.processes[host] += 1
             rules = replace(self.rules, is_apart=is_apart)
-            state = State(host, self.processes[host], rules)
+            state = ConsensusState(host, self.processes[host], rules)
             self.live[host] = Process(state, is_ready=False)
 
     def act(self, kind: str, a: int, b: int) -> None:

@@ -21,6 +21,7 @@ from skippipe_jax.consensus.generations import (
     Accepted,
     Ask,
     Beat,
+    ConsensusState,
     Contribution,
     Counts,
     Decided,
@@ -34,7 +35,6 @@ from skippipe_jax.consensus.generations import (
     Received,
     Send,
     Standing,
-    State,
     Stored,
     Tick,
     Writes,
@@ -184,7 +184,7 @@ PLACEMENT = ((0, 1, 2), (3, 4, 5))
 FIRST = Generation(1, (0, 1, 2), (0, 1, 2), 0, 0, placement=PLACEMENT, start=7)
 
 
-def is_sound(state: State) -> bool:
+def is_sound(state: ConsensusState) -> bool:
     """Whether a host can go on from there."""
     generation = state.generation
     return generation is None or (
@@ -231,7 +231,7 @@ def test_no_message_leads_a_host_to_where_it_cannot_go_on(
     """From whomever it comes: also from a host that is no member any more."""
     members = (0, *sorted(left))
     generation = Generation(1, members, members, 0, 0, placement=PLACEMENT, start=7)
-    state = State(0, 9, RULES) if is_new else first_state(0, RULES, generation, 0)
+    state = ConsensusState(0, 9, RULES) if is_new else first_state(0, RULES, generation, 0)
     for event in events:
         state, effects = advance(state, event)
         for effect in effects:

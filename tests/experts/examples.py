@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from skippipe_jax.experts.config import load_experts
-from skippipe_jax.experts.tasks import Place
+from skippipe_jax.experts.tasks import Workspace
 from tests.commands.examples import CASE
 
 LETTERS = {"prose": "abcd ", "code": "xyz()\n", "tables": "0123\t", "letters": "ABCdef,"}
@@ -59,7 +59,7 @@ def write_config(folder: Path, **sections: Any) -> Path:
     return path
 
 
-def place_in(folder: Path, **sections: Any) -> Place:
+def place_in(folder: Path, **sections: Any) -> Workspace:
     """An ensemble that works in a folder."""
     config = load_experts(write_config(folder, **sections))
-    return Place(config, folder / config.folder)
+    return Workspace(config, folder / config.folder)

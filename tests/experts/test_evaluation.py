@@ -17,7 +17,7 @@ from skippipe_jax.experts import evaluation, work
 from skippipe_jax.experts.evaluation import CACHED, OWN, WAYS, results_of, scored_models
 from skippipe_jax.experts.members import Arm, Member, MemberFactory
 from skippipe_jax.experts.picture import picture
-from skippipe_jax.experts.tasks import DONE, Place, Training, data_of
+from skippipe_jax.experts.tasks import DONE, TrainingTask, Workspace, data_of
 from skippipe_jax.inference.scores import Scores
 from skippipe_jax.models.flops import iteration_flops
 from skippipe_jax.storage.run_dir import RunDir
@@ -47,7 +47,7 @@ def made_up(domain: str, part: str, who: str, text: int = 0) -> Scores:
     return Scores(log_p, counted, resets, f"{domain} {part} {text}", "bytes", domain, part)
 
 
-def write_scores(place: Place, arms: list[Arm]) -> None:
+def write_scores(place: Workspace, arms: list[Arm]) -> None:
     for arm in arms:
         for model in scored_models(place, arm).values():
             model.scoring()
@@ -59,12 +59,12 @@ def write_scores(place: Place, arms: list[Arm]) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path) -> Workspace:
     return place_in(tmp_path, arms=ARMS, evaluation={"decay": DECAY})
 
 
 @pytest.fixture
-def arms(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[Arm]:
+def arms(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> list[Arm]:
     """All arms, whose models have scores; an iteration takes 100 operations, of size L 120."""
     monkeypatch.setattr(
         evaluation,
@@ -76,7 +76,7 @@ def arms(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[Arm]:
     return found
 
 
-def loss_by_hand(place: Place, arm: Arm, domain: str, way: str) -> float:
+def loss_by_hand(place: Workspace, arm: Arm, domain: str, way: str) -> float:
     """In plain NumPy from the files: experts in the order of the arm."""
     each = {
         part: [model.scores(domain, part) for model in scored_models(place, arm).values()]
@@ -103,7 +103,9 @@ def loss_by_hand(place: Place, arm: Arm, domain: str, way: str) -> float:
     return -mixed[counted].mean()
 
 
-def test_results_have_perplexities_their_means_and_what_they_cost(place: Place, arms: list[Arm]):
+def test_results_have_perplexities_their_means_and_what_they_cost(
+    place: Workspace, arms: list[Arm]
+):
     results = results_of(place, arms)
     assert list(results) == list(ARMS)
     for arm in arms:
@@ -159,10 +161,10 @@ def test_training_takes_the_operations_of_the_plans_that_its_recipe_asks_for(tmp
     assert evaluation.training_flops(place, [seed]) == expected
 
 
-def test_a_mean_of_parameters_is_scored_as_a_model_of_its_own(place: Place, arms: list[Arm]):
+def test_a_mean_of_parameters_is_scored_as_a_model_of_its_own(place: Workspace, arms: list[Arm]):
     [averaged] = work.averagings(place, arms)
     assert averaged.is_done()
-    experts = {Training(place, own).name for own in arms[0].members.values()}
+    experts = {TrainingTask(place, own).name for own in arms[0].members.values()}
     assert set(averaged.needs) == experts
     assert averaged.name not in experts
     # What it needs is among the tasks that it is run with.
@@ -183,7 +185,7 @@ def test_the_mean_of_one_run_is_that_run(tmp_path: Path):
     assert scored.name in {task.name for task in work.trainings(place, [mean])}
 
 
-def test_what_is_asked_names_every_domain_and_part(place: Place, arms: list[Arm]):
+def test_what_is_asked_names_every_domain_and_part(place: Workspace, arms: list[Arm]):
     asked = place.asked()
     names = place.config.names
     assert [tuple(part[:2]) for part in asked["parts"]] == [
@@ -197,18 +199,20 @@ def test_what_is_asked_names_every_domain_and_part(place: Place, arms: list[Arm]
     assert place.asked("code")["parts"] == [["code", FOR_PRIORS, 100]]
 
 
-def test_scores_that_are_asked_anew_are_none_until_all_are_there(place: Place, arms: list[Arm]):
+def test_scores_that_are_asked_anew_are_none_until_all_are_there(place: Workspace, arms: list[Arm]):
     [model, *_] = scored_models(place, arms[0]).values()
     assert model.is_done()
     config = replace(place.config, evaluation=replace(place.config.evaluation, sequences=7))
-    other = scored_models(Place(config, place.folder), arms[0])["prose"]
+    other = scored_models(Workspace(config, place.folder), arms[0])["prose"]
     assert other.folder == model.folder
     assert not other.is_done()
     other.scoring()  # It is killed then, and the former is asked again.
     assert not model.is_done()
 
 
-def test_models_that_have_scored_different_texts_are_not_compared(place: Place, arms: list[Arm]):
+def test_models_that_have_scored_different_texts_are_not_compared(
+    place: Workspace, arms: list[Arm]
+):
     for who in ("equal", "dense"):
         write_scores(place, arms)
         [arm] = [own for own in arms if own.name == who]
@@ -222,7 +226,7 @@ def cells(line: str) -> list[str]:
     return [cell for cell in line.split("  ") if cell.strip()]
 
 
-def test_the_table_marks_the_least_of_each_line(place: Place, arms: list[Arm]):
+def test_the_table_marks_the_least_of_each_line(place: Workspace, arms: list[Arm]):
     results = results_of(place, arms)
     told = evaluation.table(place.config, results)
     first, ways = told.split("\n\n")
@@ -250,7 +254,7 @@ def test_the_table_marks_the_least_of_each_line(place: Place, arms: list[Arm]):
     assert "means by mixing" not in evaluation.table(place.config, dense)
 
 
-def test_the_picture_has_a_dot_for_each_arm_and_domain(place: Place, arms: list[Arm]):
+def test_the_picture_has_a_dot_for_each_arm_and_domain(place: Workspace, arms: list[Arm]):
     results = results_of(place, arms)
     config = place.config
     for inside, outside, lines in (

@@ -15,7 +15,7 @@ from skippipe_jax.config.parsing import _parse
 from skippipe_jax.experts import difficulty
 from skippipe_jax.experts.config import ArmConfig, ExpertsConfig, load_experts
 from skippipe_jax.experts.members import Member, MemberFactory
-from skippipe_jax.experts.tasks import Place, Scored
+from skippipe_jax.experts.tasks import Scored, Workspace
 from tests.experts.examples import CONFIG, tree_with
 
 NAMES: tuple[str, ...] = ("a", "b", "c", "d", "e", "f", "g")
@@ -207,7 +207,7 @@ def test_scores_are_known_by_all_that_they_come_from():
     member = of_arm(config)["prose"]
 
     def digest(own: ExpertsConfig, *members: Member) -> str:
-        return Scored(Place(own, Path()), members).digest
+        return Scored(Workspace(own, Path()), members).digest
 
     known = digest(config, member)
     assert known == digest(config_of(folder="x", seed=4), member)

@@ -15,7 +15,7 @@ from skippipe_sched.problem.plan import load_plan
 from skippipe_jax.experts import nodes, work
 from skippipe_jax.experts.members import Arm, MemberFactory
 from skippipe_jax.experts.nodes import division_path, lanes_of, on_nodes
-from skippipe_jax.experts.tasks import Place, Training
+from skippipe_jax.experts.tasks import TrainingTask, Workspace
 from tests.experts.conftest import Run
 from tests.experts.examples import place_in, write_config
 from tests.experts.test_config import write_model
@@ -44,17 +44,17 @@ SECTIONS = {
 
 
 @pytest.fixture
-def place(folder: Path) -> Place:
+def place(folder: Path) -> Workspace:
     return place_in(folder, **SECTIONS)
 
 
-def arm_of(place: Place) -> Arm:
+def arm_of(place: Workspace) -> Arm:
     [arm] = MemberFactory(place.config).arms()
     return arm
 
 
 def test_lanes_that_train_side_by_side_share_the_cores(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Workspace, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     for at_once in (1, 5):
@@ -65,7 +65,7 @@ def test_lanes_that_train_side_by_side_share_the_cores(
         assert cores == {"6"}
 
 
-def test_lanes_have_the_steps_and_sizes_of_their_experts(place: Place):
+def test_lanes_have_the_steps_and_sizes_of_their_experts(place: Workspace):
     easy, hard = lanes_of(place.config, arm_of(place))
     assert [(lane.name, [one.name for one in lane.trainings]) for lane in (easy, hard)] == [
         ("easy", ["prose", "code"]), ("hard", ["tables"]),
@@ -98,7 +98,7 @@ def test_sizes_of_given_seeds_are_those_of_their_weights(folder: Path):
 
 @pytest.mark.nightly
 def test_experts_train_by_plans_of_their_lanes_nodes_that_are_kept(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Workspace, monkeypatch: pytest.MonkeyPatch
 ):
     place.folder.mkdir()
     arm = arm_of(place)
@@ -114,7 +114,7 @@ def test_experts_train_by_plans_of_their_lanes_nodes_that_are_kept(
             plan = load_plan(Path(own.tree["plan"]["file"]))
             assert own.hosts == len(plan.case.nodes) == len(used[-1])
             assert own.tree["plan"] == {"file": written["plans"][domain]}
-            commands = Training(place, own).commands()
+            commands = TrainingTask(place, own).commands()
             words = commands[0]()
             assert words[:2] == ["skippipe_jax", "launch"]
             assert words[-2:] == ["--hosts", str(own.hosts)]
@@ -136,7 +136,7 @@ def test_experts_train_by_plans_of_their_lanes_nodes_that_are_kept(
     assert not division_path(other, arm).exists()
 
 
-def test_a_case_in_a_file_has_its_link_table_beside_it(place: Place, folder: Path):
+def test_a_case_in_a_file_has_its_link_table_beside_it(place: Workspace, folder: Path):
     (folder / "cases").mkdir()
     (folder / "cases" / "links.csv").write_text(
         "location_a,location_b,latency_ms,bandwidth_GiB_per_s\nhere,there,50,0.5\n"
@@ -164,7 +164,7 @@ def test_the_command_prints_and_draws_the_division(folder: Path, experts_command
     ElementTree.fromstring(drawn.read_text())
 
 
-def test_lanes_on_nodes_train_side_by_side(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_lanes_on_nodes_train_side_by_side(place: Workspace, monkeypatch: pytest.MonkeyPatch):
     """As many at once as there are lanes, whatever `at_once` says; nodes are an arm's own."""
     asked: list[tuple[set[str], int]] = []
 

@@ -30,7 +30,7 @@ from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
 from skippipe_jax.experts.members import MemberFactory
 from skippipe_jax.experts.scoring import score_asked
-from skippipe_jax.experts.tasks import Place, Scored
+from skippipe_jax.experts.tasks import Scored, Workspace
 from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.scores import score
 from skippipe_jax.storage.run_dir import RunDir
@@ -140,9 +140,9 @@ def test_results_tell_of_every_arm_and_domain(trained: Path):
         assert min(losses, key=lambda name, d=domain: losses[name][d]) == domain
 
 
-def place_of(folder: Path) -> Place:
+def place_of(folder: Path) -> Workspace:
     config = load_experts(folder / "experts.yaml")
-    return Place(config, folder / config.folder)
+    return Workspace(config, folder / config.folder)
 
 
 def require_done(tasks: Sequence[Task], *_: Any) -> None:

@@ -11,7 +11,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.experts.members import Arm, Member, MemberFactory
 from skippipe_jax.experts.stale_results import Texts, require_same_inputs
-from skippipe_jax.experts.tasks import Place
+from skippipe_jax.experts.tasks import Workspace
 from skippipe_jax.experts.work import trainings
 from skippipe_jax.storage.checkpoint import DATA, CommitRecord, commit, digest, step_folder
 from skippipe_jax.storage.run_dir import RunDir
@@ -23,7 +23,7 @@ DOMAINS: list[tuple[str, ...]] = [NOW, *((name,) for name in NOW)]
 TEXTS = Texts({own: " ".join(own) for own in DOMAINS}, {})
 
 
-def begin(place: Place, member: Member, text: str | None = None) -> None:
+def begin(place: Workspace, member: Member, text: str | None = None) -> None:
     """What the folder of a run holds once it has its plan; and once it has read a text."""
     config, run = member.config(), place.run_dir(member)
     RunDir(run).create(config, make_plans(config, place.configs, None))
@@ -37,7 +37,7 @@ def begin(place: Place, member: Member, text: str | None = None) -> None:
         commit(unfinished, folder, CommitRecord(step=1, stage_layers=(1, 1), files=files))
 
 
-def refused(place: Place, arm: Arm, texts: Texts) -> set[str]:
+def refused(place: Workspace, arm: Arm, texts: Texts) -> set[str]:
     """The domains of the runs that are refused."""
     try:
         require_same_inputs(place, trainings(place, [arm]), texts)

@@ -37,7 +37,7 @@ from skippipe_jax.inference.decoding import (
     run_stage,
 )
 from skippipe_jax.inference.decoding import _logits as next_logits
-from skippipe_jax.inference.partial import Order, kept, parse_stage_order
+from skippipe_jax.inference.partial import StageOrder, kept, parse_stage_order
 from skippipe_jax.inference.staged_model import StagedModel, _apply, _logits, _loss, _scores
 from skippipe_jax.inference.token_sampling import sample
 from skippipe_jax.training.metrics import CompilationCounter
@@ -51,7 +51,7 @@ SHAPES = {"width": 32, "layers": 7, "heads": 4, "kv_heads": 2, "ffn_width": 24, 
 SHAPES |= {"stage_layers": [1, 2, 2, 2], "rope_scaling": {"original_context": 8}}
 SECTIONS: dict[str, Any] = {"model": SHAPES, "data": {"sequence_length": 32}}
 STAGES = 4
-FULL: Order = (0, 1, 2, 3)
+FULL: StageOrder = (0, 1, 2, 3)
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -59,7 +59,7 @@ def model_with(**shape: Any):
     return random_model(parse_config(SECTIONS | {"model": SHAPES | shape}).model, STAGES)
 
 
-def along(order: Order) -> StagedModel:
+def along(order: StageOrder) -> StagedModel:
     return replace(model_with(), order=order)
 
 
@@ -93,7 +93,7 @@ def test_matrices_are_multiplied_as_precisely_as_in_training():
         ({"kv_heads": 4, "rope_scaling": None}, (0, 2)),
     ],
 )
-def test_cached_logits_equal_uncached_ones(shape: dict[str, Any], order: Order):
+def test_cached_logits_equal_uncached_ones(shape: dict[str, Any], order: StageOrder):
     """Sequences run side by side; each prompt comes in two padded parts."""
     model, prompt, total = model_with(**shape), 27, 40
     tokens = np.random.default_rng(1).integers(0, 259, (SLOTS, total), dtype=np.int32)
@@ -112,7 +112,7 @@ def test_cached_logits_equal_uncached_ones(shape: dict[str, Any], order: Order):
 
 
 @pytest.mark.parametrize("order", [FULL, (0, 2, 1)])
-def test_greedy_tokens_are_the_likeliest(order: Order):
+def test_greedy_tokens_are_the_likeliest(order: StageOrder):
     model, prompt = along(order), [256, 10, 20, 30]
     found = list(generate_tokens(model, prompt, 60, GREEDY))
     assert len(found) == 60
@@ -263,7 +263,7 @@ def test_the_least_top_p_takes_the_likeliest_token():
     ("named", "order"),
     [(None, FULL), ("0,2,1", (0, 2, 1)), (" 0, 3", (0, 3)), ("0", (0,))],
 )
-def test_stages_are_those_named(named: str | None, order: Order):
+def test_stages_are_those_named(named: str | None, order: StageOrder):
     assert parse_stage_order(named, None, STAGES, 0) == order
 
 

@@ -34,7 +34,7 @@ from skippipe_jax.config import ModelConfig, Phase, RecipeConfig, load_config, t
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference import evaluation
 from skippipe_jax.inference.evaluation import Evaluation, losses_by_order
-from skippipe_jax.inference.partial import Order, kept, leave_one_out_variants, swapped
+from skippipe_jax.inference.partial import StageOrder, kept, leave_one_out_variants, swapped
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.models.llama import DataStage, stage_shapes
@@ -109,7 +109,7 @@ def read_parameters(model: ModelConfig, step: int) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def loss_by_hand(step: int, order: Order = (0, 1, 2)) -> float:
+def loss_by_hand(step: int, order: StageOrder = (0, 1, 2)) -> float:
     """Mean over all held-out targets, by one module that holds the layers of these stages."""
     model = load_config(Path("config.yaml")).model
     stages = read_parameters(model, step)

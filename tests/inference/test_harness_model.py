@@ -20,7 +20,7 @@ from skippipe_jax.inference.decoding import generate_tokens
 from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.harness_model import DEFAULT_NEW_TOKENS, HarnessModel
 from skippipe_jax.inference.model_source import load_model
-from skippipe_jax.inference.partial import Order
+from skippipe_jax.inference.partial import StageOrder
 from skippipe_jax.inference.staged_model import StagedModel
 from tests.harness.partial_models import logits_of, save_run
 from tests.inference.conftest import Command, language_model
@@ -87,7 +87,7 @@ def request(kind: Any, *arguments: Any) -> Instance:
 
 
 def score_by_hand(
-    model: StagedModel, order: Order, given: list[int], asked: list[int]
+    model: StagedModel, order: StageOrder, given: list[int], asked: list[int]
 ) -> tuple[float, bool]:
     """Log-likelihood of `asked`, and whether it is the likeliest, without batches or padding."""
     tokens = np.array([(given + asked)[-33:]], np.int32)

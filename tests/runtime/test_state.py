@@ -15,7 +15,7 @@ import pytest
 
 from skippipe_jax.config import Config, DataConfig
 from skippipe_jax.runtime.runtime import Runtime
-from skippipe_jax.runtime.state import Origin, StageState, from_checkpoint, make_states
+from skippipe_jax.runtime.state import StageState, StateReader, from_checkpoint, make_states
 from skippipe_jax.storage import loading
 from skippipe_jax.storage.arrays import read_arrays
 from skippipe_jax.storage.checkpoint import Checkpoint, open_checkpoint
@@ -51,7 +51,7 @@ def checkpoint(runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Ch
     return open_checkpoint(folder)
 
 
-def resumed(runtime: Runtime, origin: Checkpoint | Origin) -> dict[int, StageState]:
+def resumed(runtime: Runtime, origin: Checkpoint | StateReader) -> dict[int, StageState]:
     """The states of all replicas, as a checkpoint or another origin has them."""
     if isinstance(origin, Checkpoint):
         origin = from_checkpoint(origin, CUT)

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.division.lanes import Lane, Training
-from skippipe_sched.division.parts import Cut, Whole
+from skippipe_sched.division.lanes import Lane, LaneTraining
+from skippipe_sched.division.parts import LaneCut, Whole
 from skippipe_sched.division.picture import picture, table
 from skippipe_sched.division.search import divide
 from skippipe_sched.errors import InputError
@@ -35,7 +35,9 @@ BUDGET_S = 0.2
 
 
 def lane(name: str, steps: int, size: float = 1.0) -> Lane:
-    return Lane(name, (Training(f"{name}-1", steps, size, size), Training(f"{name}-2", steps)))
+    return Lane(
+        name, (LaneTraining(f"{name}-1", steps, size, size), LaneTraining(f"{name}-2", steps))
+    )
 
 
 LANES = (lane("easy", 30, 0.8), lane("hard", 60, 1.2))
@@ -103,7 +105,7 @@ def test_lanes_are_divided_in_any_order_also_with_as_few_nodes_as_they_need():
 def test_a_part_has_the_links_between_its_nodes():
     whole = Whole(CASE)
     nodes = [1, 2, 4, 7, 9]
-    part = whole.part(nodes, Cut(1, (2, 1, 1, 1), 2), Training("any", 1))
+    part = whole.part(nodes, LaneCut(1, (2, 1, 1, 1), 2), LaneTraining("any", 1))
     for mine, theirs in zip(part.link_matrices, whole.case.link_matrices, strict=True):
         assert (mine == theirs[nodes][:, nodes]).all()
     assert (part.forward_hop_s == whole.case.forward_hop_s[nodes][:, nodes]).all()
@@ -116,8 +118,8 @@ def test_fewer_stages_hold_the_whole_model(merged):
     whole = Whole(CASE)
     assert whole.merges == (1, 2)
     sizes = (2,) + (1,) * (4 // merged - 1)
-    cut = Cut(merged, sizes, 2 // merged)
-    part = whole.part(range(cut.nodes), cut, Training("large", 1, 1.25, 1.5))
+    cut = LaneCut(merged, sizes, 2 // merged)
+    part = whole.part(range(cut.nodes), cut, LaneTraining("large", 1, 1.25, 1.5))
 
     def seconds(case):
         return sum(case.duration("F", 0, stage) for stage in range(len(case.stages)))

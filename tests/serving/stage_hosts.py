@@ -12,7 +12,7 @@ from skippipe_jax.connections.keys import Keys
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, Generator
 from skippipe_jax.inference.model_source import ModelSource
 from skippipe_jax.models.branch_scales import ScaleTable
-from skippipe_jax.serving.hosts import Rules, StageHosts
+from skippipe_jax.serving.hosts import LossRules, StageHosts
 from skippipe_jax.serving.local_stages import Slots
 from skippipe_jax.serving.routed import RoutedExecutor
 from skippipe_jax.serving.routing import DATA_STAGE
@@ -21,7 +21,7 @@ from skippipe_jax.serving.wire import Wire
 from tests.serving.scripted_engine import PATIENCE_S, eventually
 
 SILENT_S = 3.0
-ONE_ON_THE_FRONT = Rules(most_stages=1)
+ONE_ON_THE_FRONT = LossRules(most_stages=1)
 CONNECT_S = 5.0
 
 
@@ -100,7 +100,7 @@ class Service:
         self,
         source: ModelSource,
         slots: Slots,
-        rules: Rules,
+        rules: LossRules,
         keys: Keys,
         most_stages: int,
         scales: ScaleTable | None,
@@ -164,7 +164,7 @@ def service(
     count: int,
     *,
     slots: Slots = Slots(1, 2, 64),  # noqa: B008 (it is frozen)
-    rules: Rules = ONE_ON_THE_FRONT,
+    rules: LossRules = ONE_ON_THE_FRONT,
     keys: Keys | None = None,
     has_weights: bool = True,
     scales: ScaleTable | None = None,

@@ -35,7 +35,7 @@ from skippipe_jax.inference.scaling import Scaling
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving import stage_host
 from skippipe_jax.serving.errors import Unavailable
-from skippipe_jax.serving.hosts import Rules, StageHosts
+from skippipe_jax.serving.hosts import LossRules, StageHosts
 from skippipe_jax.serving.local_stages import LocalStages, Slots
 from skippipe_jax.serving.routed import RoutedExecutor
 from skippipe_jax.serving.routing import DATA_STAGE, FAIL, WAIT
@@ -200,13 +200,13 @@ def test_a_lost_stage_is_left_out_until_it_is_back(source: ModelSource, model: S
 
 
 def test_the_front_has_stages_too(source: ModelSource, model: StagedModel):
-    with service(source, 2, rules=Rules(most_stages=2)) as own:
+    with service(source, 2, rules=LossRules(most_stages=2)) as own:
         assert len(own.hosts.own_stages) == 2
         assert continued(own, 9) == alone(model, 9)
 
 
 def test_those_that_stay_take_over_a_lost_stage(source: ModelSource, model: StagedModel):
-    with service(source, 3, rules=Rules(take_over_s=0.1, most_stages=1)) as own:
+    with service(source, 3, rules=LossRules(take_over_s=0.1, most_stages=1)) as own:
         own.most_stages = 2
         own.start(1)
         eventually(lambda: sum(len(own.holding(stage)) for stage in (1, 2, 3)) == 5)
@@ -225,7 +225,7 @@ def test_the_data_stage_answers_alone(source: ModelSource, model: StagedModel):
 
 
 def test_sequences_wait_for_a_stage(source: ModelSource, model: StagedModel):
-    with service(source, 3, rules=Rules(WAIT, most_stages=1)) as own:
+    with service(source, 3, rules=LossRules(WAIT, most_stages=1)) as own:
 
         def lose_for_a_while() -> None:
             own.lose(3)
@@ -242,7 +242,7 @@ def test_sequences_wait_for_a_stage(source: ModelSource, model: StagedModel):
 
 
 def test_sequences_fail_without_a_stage(source: ModelSource, model: StagedModel):
-    with service(source, 3, rules=Rules(FAIL, most_stages=1)) as own:
+    with service(source, 3, rules=LossRules(FAIL, most_stages=1)) as own:
         generator, request = own.generator(), DecodeRequest(PROMPT, 9, GREEDY)
         with pytest.raises(Unavailable, match=r"stages \[1\]"):
             drawn_by(generator, [request], {2: lambda: own.lose(1)})
@@ -266,7 +266,7 @@ def test_sequences_go_on_where_hosts_do_not_reach_each_other(
 
 
 def test_the_service_ends_after_the_connections_of_its_hosts(source: ModelSource):
-    hosts = StageHosts(source, Slots(1, 1, 32), Rules(), Keys(), SILENT_S)
+    hosts = StageHosts(source, Slots(1, 1, 32), LossRules(), Keys(), SILENT_S)
     address = parse_address("address", hosts.listen("127.0.0.1", 0))
     closing = threading.Thread(target=hosts.close)
     hello = msgspec.to_builtins(HostHello("a host", "127.0.0.1:1", 1e9, None, None))
@@ -414,7 +414,7 @@ def test_a_host_whose_device_hangs_leaves(
 
 
 def test_hosts_that_do_not_come_are_told_of(source: ModelSource):
-    hosts = StageHosts(source, Slots(1, 1, 32), Rules(), Keys(), 3.0)
+    hosts = StageHosts(source, Slots(1, 1, 32), LossRules(), Keys(), 3.0)
     hosts.listen("127.0.0.1", 0)
     try:
         with pytest.raises(TemporaryError, match="0 of 2 other hosts connected"):

@@ -15,7 +15,7 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Operation, Plan, Predicted
 from skippipe_sched.timing.jitter import draw_time_factors
 from skippipe_sched.timing.simulate import simulate, simulate_plan
-from skippipe_sched.timing.timeline import Averaging, Run, Timeline
+from skippipe_sched.timing.timeline import Averaging, TimedOperation, Timeline
 
 from skippipe_jax.config import Config, DataConfig, TrainConfig, to_yaml
 from skippipe_jax.reporting.timelines import draw_recorded
@@ -56,7 +56,9 @@ def pieces(plan: Plan, timeline: Timeline, host_of) -> dict[int, Recording]:
         stages = {plan.stage_of[node] for node in nodes}
         recordings[host] = Recording(
             tuple(
-                Run(run.operation, NOW_S + run.arrived_s, NOW_S + run.start_s, NOW_S + run.end_s)
+                TimedOperation(
+                    run.operation, NOW_S + run.arrived_s, NOW_S + run.start_s, NOW_S + run.end_s
+                )
                 for run in timeline.runs
                 if run.operation.node in nodes
             ),
@@ -169,7 +171,7 @@ def test_nothing_arrives_before_it_is_sent_where_clocks_differ(tmp_path, plan):
     recordings = pieces(plan, stretched(plan), range(3))
     # Host 1 is 10 s behind: what it receives seems to arrive before it was sent.
     behind = tuple(
-        Run(run.operation, run.arrived_s - 10, run.start_s - 10, run.end_s - 10)
+        TimedOperation(run.operation, run.arrived_s - 10, run.start_s - 10, run.end_s - 10)
         for run in recordings[1].runs
     )
     recordings[1] = replace(recordings[1], runs=behind)

@@ -28,14 +28,14 @@ from skippipe_jax.training.elastic.coordinator import (
     RECONNECTS_AFTER_S,
     Cause,
     Confirming,
+    CoordinatorEvent,
+    CoordinatorState,
     Entered,
-    Event,
     Failed,
     HostPolicy,
     Opening,
-    Origin,
     Signal,
-    State,
+    StateOrigin,
     StateSource,
     Stopped,
     Suspended,
@@ -56,12 +56,12 @@ def generation(number: int, **fields: Any) -> Generation:
     return Generation(number, (0, OWN, 2), (0, 0, 0), leader=0, step=STEP, **fields)
 
 
-def source(origin: Origin, step: int = STEP) -> StateSource:
+def source(origin: StateOrigin, step: int = STEP) -> StateSource:
     return StateSource(step, origin)
 
 
 SECOND = generation(2)
-HELD, SAVED, THEIRS = map(source, Origin)
+HELD, SAVED, THEIRS = map(source, StateOrigin)
 OPENING, TRAINING = Opening(SECOND, HELD), Training(SECOND)
 LOOKS, RETRIES = Confirming(TRAINING, False, 20.0), Confirming(TRAINING, True, RECONNECTS_AFTER_S)
 OPEN_RETRIES = Confirming(OPENING, True, RECONNECTS_AFTER_S)
@@ -72,7 +72,7 @@ BEGINNING = Opening(FRESH, THEIRS)
 @pytest.mark.parametrize(
     ("state", "event", "following"),
     [
-        (JOINING, Entered(FRESH), Opening(FRESH, source(Origin.PEERS, 0))),
+        (JOINING, Entered(FRESH), Opening(FRESH, source(StateOrigin.PEERS, 0))),
         (Suspended(1, None), Entered(SECOND, STEP), OPENING),
         (Suspended(2, None), Entered(FRESH, STEP), BEGINNING),
         (Suspended(1, HELD), Entered(SECOND), OPENING),
@@ -96,7 +96,9 @@ BEGINNING = Opening(FRESH, THEIRS)
         (OPEN_RETRIES, Signal.TIME_OVER, Suspended(2, HELD, has_reconnected=True, abandons=True)),
     ],
 )
-def test_states_follow_each_other(state: State, event: Event, following: State):
+def test_states_follow_each_other(
+    state: CoordinatorState, event: CoordinatorEvent, following: CoordinatorState
+):
     assert advance(state, event, POLICY) == following
 
 
@@ -110,7 +112,9 @@ def test_states_follow_each_other(state: State, event: Event, following: State):
         (Suspended(2, THEIRS), Entered(generation(3)), PeerTimeout, "local state is at step 20"),
     ],
 )
-def test_a_host_stops(state: State, event: Event, error: type[Exception], text: str):
+def test_a_host_stops(
+    state: CoordinatorState, event: CoordinatorEvent, error: type[Exception], text: str
+):
     following = advance(state, event, POLICY)
     assert isinstance(following, Stopped)
     assert isinstance(following.error, error)
@@ -150,12 +154,12 @@ APART = generation(3, is_rewound=True, fresh=(OWN,), apart=(OWN,))
     ("entered", "held", "chosen"),
     [
         (generation(3), HELD, HELD),
-        (generation(3, fresh=(OWN,)), source(Origin.OWN, 24), source(Origin.PEERS, 24)),
+        (generation(3, fresh=(OWN,)), source(StateOrigin.OWN, 24), source(StateOrigin.PEERS, 24)),
         (generation(3, fresh=(OWN,)), SAVED, THEIRS),
-        (REWOUND, source(Origin.OWN, 24), source(Origin.CHECKPOINT, 24)),
+        (REWOUND, source(StateOrigin.OWN, 24), source(StateOrigin.CHECKPOINT, 24)),
         (REWOUND, THEIRS, SAVED),
         # It was to read a checkpoint, and that generation ended before it had: so it still is.
-        (generation(3), source(Origin.CHECKPOINT, 24), source(Origin.CHECKPOINT, 24)),
+        (generation(3), source(StateOrigin.CHECKPOINT, 24), source(StateOrigin.CHECKPOINT, 24)),
         # Who reaches no folder reads no checkpoint.
         (APART, HELD, THEIRS),
     ],
@@ -170,9 +174,9 @@ def test_a_host_goes_on_with_what_its_generation_has_for_it(
 @pytest.mark.parametrize("step", [STEP - 1, STEP + 2])
 def test_only_hosts_whose_replicas_diverge_may_be_ahead(step: int, diverge: bool):
     policy = HostPolicy(OWN, 60.0, 20.0, "rewind", replicas_diverge=diverge)
-    state = advance(Suspended(2, source(Origin.OWN, step)), Entered(generation(3)), policy)
+    state = advance(Suspended(2, source(StateOrigin.OWN, step)), Entered(generation(3)), policy)
     if diverge and step > STEP:
-        assert state == Opening(generation(3), source(Origin.OWN, step))
+        assert state == Opening(generation(3), source(StateOrigin.OWN, step))
     else:
         assert isinstance(state, Stopped)
         assert f"local state is at step {step}, the run at step 20" in str(state.error)
@@ -234,7 +238,7 @@ class Openings(ElasticRunner):
 
     def after(self, state: HeldState) -> list[HeldState]:
         """What the host has in each generation, if it had this before."""
-        origin = Origin.CHECKPOINT if state.restores_checkpoint else Origin.OWN
+        origin = StateOrigin.CHECKPOINT if state.restores_checkpoint else StateOrigin.OWN
         self._held, self._state = state, Suspended(1, StateSource(state.step, origin))
         self._tell(self._await(1, 0.0))
         self._until_open(0.0)
@@ -268,7 +272,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Checkpoint]:
 def gone_back(openings: Openings, group: Generation, state: HeldState) -> HeldState:
     """What a host has that had this, after what its group goes on from."""
     setup: Any = SimpleNamespace(mirror=None)
-    openings._state = Opening(group, StateSource(state.step, Origin.OWN))
+    openings._state = Opening(group, StateSource(state.step, StateOrigin.OWN))
     given = openings._membership.group_of(group), setup, replace(state, step=group.step)
     after, state = openings._roll_back(*given)
     assert after.generation.step == state.step

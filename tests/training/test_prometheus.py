@@ -22,8 +22,8 @@ from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.training.callbacks.base import RunView
 from skippipe_jax.training.callbacks.prometheus import (
     FAMILIES,
-    Link,
     MetricValues,
+    NodeLink,
     PrometheusExporter,
 )
 from skippipe_jax.training.trainer import Trainer
@@ -59,7 +59,7 @@ def exposition(values: MetricValues) -> str:
 
 
 def test_iterations_become_the_text_that_prometheus_reads():
-    values, link = MetricValues(), Link(2, 4, 0, 1)
+    values, link = MetricValues(), NodeLink(2, 4, 0, 1)
     more: dict[str, Any] = {"tokens": 64, "generation": 3, "seconds_per_iteration": 2.0}
     first = metrics_of(8, 2.5, **more, idle_share=[0.0, 0.25], compile_seconds=0.5)
     values.take_step(first, [1], {link: 100})

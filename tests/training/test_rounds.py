@@ -21,11 +21,11 @@ from skippipe_jax.config import Config, DataConfig, load_config
 from skippipe_jax.config.resume import settings
 from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (
+    ConsensusRules,
     Enter,
     Generation,
     Presence,
     Received,
-    Rules,
     Send,
     Tick,
 )
@@ -97,7 +97,9 @@ def test_a_run_goes_on_without_a_lost_host_in_few_round_trips(network: Network, 
 
 def test_hosts_decide_on_the_next_generation_in_few_messages():
     first = Generation(1, (0, 1, 2), (7, 7, 7), 0, 4, placement=((0,), (1, 2)))
-    rules = Rules(host_of=(0, 1, 2), stages=2, placed=lambda placement, *_: placement, add_up=dict)
+    rules = ConsensusRules(
+        host_of=(0, 1, 2), stages=2, placed=lambda placement, *_: placement, add_up=dict
+    )
     states = {host: first_state(host, rules, first, 0) for host in (0, 1, 2)}
     for host in (0, 1):
         states[host], _ = advance(states[host], Presence(2, is_there=False))

@@ -59,7 +59,7 @@ from skippipe_jax.data.batches import load_corpora
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.evaluation import evaluate, losses_by_order
 from skippipe_jax.inference.model_source import load_model, open_source
-from skippipe_jax.inference.partial import Order, full, kept
+from skippipe_jax.inference.partial import StageOrder, full, kept
 from skippipe_jax.inference.remote_model import RemoteModel, with_large_batches
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.choices import name_of
@@ -182,7 +182,7 @@ class Levels:
             {} if control is None else {"control": control}
         )
         self._data, self._sequences = with_large_batches(data), sequences
-        self._known: dict[tuple[str, Order], float] = {}
+        self._known: dict[tuple[str, StageOrder], float] = {}
         self.found: list[dict[str, Any]] = []
 
     def measure(self, phase: str, url: str) -> None:
@@ -200,7 +200,7 @@ class Levels:
             level[f"{name}_mean_of_subsets"] = fmean(self._alone(name, way) for way in ways)
         self.found.append(level)
 
-    def _alone(self, name: str, stages: Order) -> float:
+    def _alone(self, name: str, stages: StageOrder) -> float:
         if (name, stages) not in self._known:
             given = self._models[name], [stages], self._data, self._sequences
             self._known[name, stages] = math.exp(losses_by_order(*given)[0][stages])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skippipe_jax.data.rows import TokenArray
-from skippipe_jax.inference.partial import Order
+from skippipe_jax.inference.partial import StageOrder
 
 ANSWERED, CANCELLED, FAILED = "answered", "cancelled", "failed"
 STREAMED, GREEDY, CANCELS, PARTIAL = 0.5, 0.5, 0.15, 0.2
@@ -42,7 +42,7 @@ class Asked:
     temperature: float
     seed: int
     is_stream: bool
-    keep: Order | None = None
+    keep: StageOrder | None = None
     cancel_tokens: int | None = None
     cancel_s: float | None = None
 
@@ -86,7 +86,7 @@ class Answer:
     why: str = ""
     names: list[str] = field(default_factory=list)
     pieces: list[tuple[float, int]] = field(default_factory=list)
-    stages: Order | None = None
+    stages: StageOrder | None = None
     busy: int = 0
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
 

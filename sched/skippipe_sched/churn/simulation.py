@@ -108,7 +108,7 @@ def _changes_of_node(
 
 
 @dataclass(frozen=True)
-class Costs:
+class ChurnCosts:
     """Costs of churn other than slower iterations [s]; the module says when each is paid.
 
     `state_factor` is a stage's state as a multiple of its `stage_bytes`.
@@ -149,7 +149,7 @@ class Record:
 def simulate_run(
     plan: Plan,
     policy: str,
-    costs: Costs,
+    costs: ChurnCosts,
     changes: tuple[Change, ...],
     end_s: float,
     iteration_s: IterationTime,
@@ -167,7 +167,7 @@ class _Simulation:
 
     plan: Plan
     policy: str
-    costs: Costs
+    costs: ChurnCosts
     changes: tuple[Change, ...]
     end_s: float
     iteration_s: IterationTime

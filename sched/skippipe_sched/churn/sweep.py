@@ -11,7 +11,7 @@ from skippipe_sched.churn.iteration_times import IterationTimes
 from skippipe_sched.churn.policies import POLICIES, RESTART, REWIND
 from skippipe_sched.churn.simulation import (
     ACTIVITIES,
-    Costs,
+    ChurnCosts,
     Record,
     StepSchedule,
     draw_changes,
@@ -66,7 +66,7 @@ def sweep(
     plan: Plan,
     mtbfs_s: Sequence[float],
     churn: Churn,
-    costs: Costs,
+    costs: ChurnCosts,
     times: IterationTimes,
     watch: Callable[[], object] = lambda: None,
 ) -> list[Point]:
@@ -98,7 +98,7 @@ def sweep(
     return points
 
 
-def fault_free_steps(iteration_s: float, costs: Costs, end_s: float) -> int:
+def fault_free_steps(iteration_s: float, costs: ChurnCosts, end_s: float) -> int:
     """Count the steps of a run without faults.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from skippipe_sched.errors import loading
 
 if TYPE_CHECKING:
-    from skippipe_sched.serving.case import Placement, Route, ServingCase
+    from skippipe_sched.serving.case import HeldStages, Route, ServingCase
     from skippipe_sched.serving.simulate import Rates
 
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _table(placement: Placement, routes: tuple[Route, ...]) -> str:
+def _table(placement: HeldStages, routes: tuple[Route, ...]) -> str:
     """Format the stages of each host, then the routes with their numbers of groups."""
     from skippipe_sched.figures.tables import aligned
 

@@ -18,7 +18,7 @@ from skippipe_sched.methods import DEFAULT_METHOD, METHODS
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S
 
 if TYPE_CHECKING:
-    from skippipe_sched.churn.simulation import Costs
+    from skippipe_sched.churn.simulation import ChurnCosts
     from skippipe_sched.churn.sweep import Churn
     from skippipe_sched.problem.plan import Plan
 
@@ -153,10 +153,10 @@ def _churn(arguments: argparse.Namespace) -> Churn:
     return Churn(repair_s, days * DAY_S, tuple(range(first, first + count)))
 
 
-def _costs(arguments: argparse.Namespace) -> Costs:
-    from skippipe_sched.churn.simulation import Costs
+def _costs(arguments: argparse.Namespace) -> ChurnCosts:
+    from skippipe_sched.churn.simulation import ChurnCosts
 
-    return Costs(
+    return ChurnCosts(
         heartbeat_s=fields.duration(arguments.heartbeat, "--heartbeat"),
         regroup_s=fields.duration(arguments.regroup, "--regroup"),
         restore_s=fields.duration(arguments.restore, "--restore"),

@@ -14,7 +14,7 @@ from skippipe_sched.timing.simulate import simulate_plan
 
 
 @dataclass(frozen=True)
-class Training:
+class LaneTraining:
     """Training of one expert.
 
     Attributes:
@@ -35,7 +35,7 @@ class Lane:
     """Experts that the same nodes train one after another."""
 
     name: str
-    trainings: tuple[Training, ...]
+    trainings: tuple[LaneTraining, ...]
 
     @property
     def steps(self) -> int:
@@ -43,13 +43,13 @@ class Lane:
         return sum(training.steps for training in self.trainings)
 
     @property
-    def mean(self) -> Training:
+    def mean(self) -> LaneTraining:
         """Mean training, by which a lane's end is estimated."""
 
         def mean_of(key: str) -> float:
             return sum(one.steps * getattr(one, key) for one in self.trainings) / self.steps
 
-        return Training(self.name, self.steps, mean_of("compute"), mean_of("bytes"))
+        return LaneTraining(self.name, self.steps, mean_of("compute"), mean_of("bytes"))
 
     @property
     def work(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from skippipe_sched.division.lanes import Training
+from skippipe_sched.division.lanes import LaneTraining
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import AUTO, Case, parse_case
 from skippipe_sched.problem.node_subset import with_nodes
@@ -24,7 +24,7 @@ STATE_COPIES = 4
 
 
 @dataclass(frozen=True)
-class Cut:
+class LaneCut:
     """Partition of a lane's model over its nodes.
 
     `merged` neighboring stages of the whole case form one stage; `sizes` are the numbers of nodes
@@ -47,10 +47,10 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Place:
+class LanePlacement:
     """Nodes of a lane in the order of their stages, and its cut."""
 
-    cut: Cut
+    cut: LaneCut
     nodes: tuple[int, ...]
 
     @property
@@ -63,7 +63,7 @@ class Place:
         start = sum(self.cut.sizes[:number])
         return slice(start, start + self.cut.sizes[number])
 
-    def moved(self, node: int, target: int) -> Place:
+    def moved(self, node: int, target: int) -> LanePlacement:
         """Return a copy with a node on another stage."""
         stages = [
             [own for own in self.nodes[self.stage(stage)] if own != node]
@@ -71,10 +71,10 @@ class Place:
         ]
         stages[target].append(node)
         sizes = tuple(map(len, stages))
-        return Place(replace(self.cut, sizes=sizes), tuple(chain.from_iterable(stages)))
+        return LanePlacement(replace(self.cut, sizes=sizes), tuple(chain.from_iterable(stages)))
 
 
-Layout = tuple[Place, ...]
+Layout = tuple[LanePlacement, ...]
 """Places of all lanes."""
 
 
@@ -152,27 +152,29 @@ class Whole:
         except InputError:
             return False
 
-    def _cuts(self, nodes: int, merged: int) -> tuple[Cut, ...]:
+    def _cuts(self, nodes: int, merged: int) -> tuple[LaneCut, ...]:
         """List the cuts over this number of nodes, the most promising first (`candidates`).
 
         Raises:
             InputError: as `candidates` does.
         """
         stages = len(self.case.stages) // merged
-        open_case = self._source(range(nodes), merged, Training("any", 1))
+        open_case = self._source(range(nodes), merged, LaneTraining("any", 1))
         open_case |= {"stages": AUTO, "stage_count": stages}
         if self.skip_ratio is not None:
             open_case |= {"path_length": AUTO, "skip_ratio": self.skip_ratio}
-        return tuple(Cut(merged, case.stages, case.path_length) for case in candidates(open_case))
+        return tuple(
+            LaneCut(merged, case.stages, case.path_length) for case in candidates(open_case)
+        )
 
-    def part(self, nodes: Sequence[int], cut: Cut, training: Training) -> Case:
+    def part(self, nodes: Sequence[int], cut: LaneCut, training: LaneTraining) -> Case:
         """Make the case of these nodes with this cut: its node k is the k-th of `nodes`."""
         return parse_case(
             self._source(nodes, cut.merged, training)
             | {"stages": list(cut.sizes), "path_length": cut.path_length}
         )
 
-    def _source(self, nodes: Sequence[int], merged: int, training: Training) -> dict[str, Any]:
+    def _source(self, nodes: Sequence[int], merged: int, training: LaneTraining) -> dict[str, Any]:
         """Return a part as a mapping in the form of YAML, without its sizes."""
         case, rules = self.case, self.case.rules
         described = [

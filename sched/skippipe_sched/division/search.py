@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from skippipe_sched.division.lanes import Division, Lane, Part, Training, checked
-from skippipe_sched.division.parts import Cut, Layout, Place, Whole
+from skippipe_sched.division.lanes import Division, Lane, LaneTraining, Part, checked
+from skippipe_sched.division.parts import LaneCut, LanePlacement, Layout, Whole
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan, with_prediction
 from skippipe_sched.methods.dtfm_skip import random_paths
@@ -42,7 +42,7 @@ from skippipe_sched.search.annealer import (
     OPERATIONS_PER_S,
     WEIGHTS,
 )
-from skippipe_sched.search.annealing import ChainState, Piece, anneal, chain_from, dispatched_s
+from skippipe_sched.search.annealing import ChainState, Cooling, anneal, chain_from, dispatched_s
 from skippipe_sched.search.arrays import Problem, candidate_of, copy, copy_of, problem_of
 from skippipe_sched.search.budget import Placement, Search
 from skippipe_sched.search.compiled import fast
@@ -154,7 +154,9 @@ class _Search:
         with suppress(InputError):
             random = np.random.default_rng(0)
             stages = len(self.whole.case.stages)
-            place = Place(Cut(1, (1,) * stages, self.whole.case.path_length), tuple(range(stages)))
+            place = LanePlacement(
+                LaneCut(1, (1,) * stages, self.whole.case.path_length), tuple(range(stages))
+            )
             chain = self.chains.random(0, place, random, 0)
             self.chains.anneal_alone(0, place.cut, chain, 1)
             member = _Member((place,), [chain], np.zeros(1), random)
@@ -206,16 +208,18 @@ class _Search:
             return None
         return _Member(layout, chains, np.zeros(len(chains)), random)
 
-    def screened(self, lane: int, nodes: Sequence[int], random: np.random.Generator) -> Place:
+    def screened(
+        self, lane: int, nodes: Sequence[int], random: np.random.Generator
+    ) -> LanePlacement:
         """Choose the best of several cuts over these nodes, and their best order on its stages.
 
         Raises:
             InputError: if the rules allow paths for none of them.
         """
-        found: dict[float, Place] = {}
+        found: dict[float, LanePlacement] = {}
         refusals = []
         for cut in self.drawn_cuts(len(nodes), random):
-            place = Place(cut, tuple(random.permutation(nodes).tolist()))
+            place = LanePlacement(cut, tuple(random.permutation(nodes).tolist()))
             try:
                 chain = self.chains.random(lane, place, random, int(random.integers(2**62)))
             except InputError as refusal:
@@ -273,7 +277,7 @@ class _Search:
             fast(trade)(
                 problems[first], member.chains[first], problems[second], member.chains[second],
                 now, np.array([first, second]), self.weights,
-                Piece(
+                Cooling(
                     min(PIECE, steps), scale * hottest * cooling ** (done * PIECE), cooling,
                     WEIGHTS, MEAN_WEIGHT,
                 ),
@@ -293,7 +297,9 @@ class _Search:
             parts.append(Part(lane, tuple(sorted(place.nodes)), of_trainings))
         return Division(tuple(parts))
 
-    def plan(self, place: Place, chain: ChainState, training: Training, share: float) -> Plan:
+    def plan(
+        self, place: LanePlacement, chain: ChainState, training: LaneTraining, share: float
+    ) -> Plan:
         """Plan an expert by `joint`, starting from the annealed paths."""
         case, stages = self.chains.on_stages(place, training)
         paths = tuple(map(tuple, place.local[chain.candidate.paths].tolist()))
@@ -309,7 +315,7 @@ class _Search:
         is_tour = random.random() < 0.5
         nodes = random.permutation(len(self.whole.case.nodes)).tolist()
         nodes = self.tour(nodes) if is_tour else nodes
-        places = [Place(Cut(1, (), 1), ())] * len(counts)
+        places = [LanePlacement(LaneCut(1, (), 1), ())] * len(counts)
         for lane in random.permutation(len(counts)):
             own, nodes = nodes[: counts[lane]], nodes[counts[lane] :]
             places[lane] = self.screened(int(lane), own, random)
@@ -332,11 +338,11 @@ class _Search:
             nodes.append(left.pop(int(np.argmin(self.near_s[nodes[-1], left]))))
         return nodes
 
-    def drawn_cuts(self, nodes: int, random: np.random.Generator) -> list[Cut]:
+    def drawn_cuts(self, nodes: int, random: np.random.Generator) -> list[LaneCut]:
         """Draw some of the cuts that this number of nodes may have, preferring promising ones."""
         merges = self.whole.merges
         possible = [merged for merged in merges if self.whole.can_cut(nodes, merged)] or merges
-        found: dict[Cut, None] = {}
+        found: dict[LaneCut, None] = {}
         for _ in range(SCREENED):
             cuts = self.whole.cuts(nodes, possible[random.integers(len(possible))])
             found[cuts[int(len(cuts) * random.random() ** 2)]] = None
@@ -399,7 +405,9 @@ class _Chains:
         self.all_nodes = problem_of(whole.case)
         self.problem = cache(self._problem)
 
-    def random(self, lane: int, place: Place, random: np.random.Generator, seed: int) -> ChainState:
+    def random(
+        self, lane: int, place: LanePlacement, random: np.random.Generator, seed: int
+    ) -> ChainState:
         """Draw balanced paths at random.
 
         Raises:
@@ -409,7 +417,7 @@ class _Chains:
         return self.started(lane, place, random_paths(case, stages, random), seed)
 
     def started(
-        self, lane: int, place: Place, paths: Sequence[NodePath] | np.ndarray, seed: int
+        self, lane: int, place: LanePlacement, paths: Sequence[NodePath] | np.ndarray, seed: int
     ) -> ChainState:
         """Start a chain at these paths, with the numbers of nodes in the lane's own case."""
         problem = self.problem(lane, place.cut)
@@ -419,10 +427,10 @@ class _Chains:
 
     def carried(
         self,
-        before: Place,
+        before: LanePlacement,
         chain: ChainState,
         lane: int,
-        place: Place,
+        place: LanePlacement,
         random: np.random.Generator,
         seed: int,
     ) -> ChainState:
@@ -452,21 +460,21 @@ class _Chains:
                 paths[m, i] = node
         return self.started(lane, place, paths, seed)
 
-    def anneal_alone(self, lane: int, cut: Cut, chain: ChainState, steps: int) -> None:
+    def anneal_alone(self, lane: int, cut: LaneCut, chain: ChainState, steps: int) -> None:
         """Anneal a lane independently of the others, on its own nodes."""
         problem = self.problem(lane, cut)
         chain.costs[:] = dispatched_s(problem, chain, MEAN_WEIGHT)
         hottest = HOTTEST * chain.costs[0]
         cooling = (COLDEST / HOTTEST) ** (1 / steps)
-        fast(anneal)(problem, chain, Piece(steps, hottest, cooling, WEIGHTS, MEAN_WEIGHT))
+        fast(anneal)(problem, chain, Cooling(steps, hottest, cooling, WEIGHTS, MEAN_WEIGHT))
         copy(chain.best, chain.candidate)
 
-    def on_stages(self, place: Place, training: Training) -> tuple[Case, Placement]:
+    def on_stages(self, place: LanePlacement, training: LaneTraining) -> tuple[Case, Placement]:
         """Return the case of a lane's nodes, and their numbers in it by stage."""
         case = self.whole.part(sorted(place.nodes), place.cut, training)
         return case, place_in_order(case, place.local.tolist())
 
-    def _problem(self, lane: int, cut: Cut) -> Problem:
+    def _problem(self, lane: int, cut: LaneCut) -> Problem:
         """Return the arrays of a lane with a cut, on any of the nodes of the whole case."""
         training, nodes = self.trainings[lane], self.whole.case.nodes
         part = problem_of(self.whole.part(range(cut.nodes), cut, training))
@@ -484,7 +492,7 @@ class _Chains:
 
 def _unlike(members: Sequence[_Member]) -> list[_Member]:
     """Drop members whose cuts all equal those of `ALIKE` members before them."""
-    seen: Counter[tuple[Cut, ...]] = Counter()
+    seen: Counter[tuple[LaneCut, ...]] = Counter()
     kept = []
     for member in members:
         cuts = tuple(place.cut for place in member.layout)
@@ -494,11 +502,11 @@ def _unlike(members: Sequence[_Member]) -> list[_Member]:
     return kept
 
 
-def _kind(training: Training) -> tuple[float, float]:
+def _kind(training: LaneTraining) -> tuple[float, float]:
     """Return the values on which the plan of a training depends."""
     return training.compute, training.bytes
 
 
-def _kinds(lane: Lane) -> dict[tuple[float, float], Training]:
+def _kinds(lane: Lane) -> dict[tuple[float, float], LaneTraining]:
     """Return a training of each kind."""
     return {_kind(training): training for training in lane.trainings}

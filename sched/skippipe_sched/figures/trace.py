@@ -15,12 +15,12 @@ from typing import Any
 from skippipe_sched.figures.gantt import NAMES, in_lanes
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
-from skippipe_sched.timing.timeline import Run, Timeline, Transfer
+from skippipe_sched.timing.timeline import TimedOperation, Timeline, Transfer
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
-def chrome_trace(plan: Plan, timeline: Timeline, measured: Timeline | None = None) -> Event:
+def chrome_trace(plan: Plan, timeline: Timeline, measured: Timeline | None = None) -> TraceEvent:
     """Convert one iteration of `plan`, predicted or measured, to Chrome's trace event format.
 
     Every stage is a process. It has a thread for every node with its operations, threads for the
@@ -40,7 +40,7 @@ def chrome_trace(plan: Plan, timeline: Timeline, measured: Timeline | None = Non
     # process is the main one.
     thread = len(shown) * len(plan.stages)
     first_arrow = 0
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     for group, (prefix, one) in enumerate(shown.items()):
         first_process = group * len(plan.stages) + 1
         for stage in range(len(plan.stages)):
@@ -62,7 +62,7 @@ def chrome_trace(plan: Plan, timeline: Timeline, measured: Timeline | None = Non
     }
 
 
-def _metadata(name: str, process: int, arguments: Event, thread: int = 0) -> Event:
+def _metadata(name: str, process: int, arguments: TraceEvent, thread: int = 0) -> TraceEvent:
     return {"ph": "M", "name": name, "pid": process, "tid": thread, "args": arguments}
 
 
@@ -70,9 +70,9 @@ def _slice(
     name: str,
     category: str,
     span_s: tuple[float, float],
-    arguments: Event,
+    arguments: TraceEvent,
     flows: Sequence[tuple[int, str]] = (),
-) -> list[Event]:
+) -> list[TraceEvent]:
     """List a slice, and its ends of arrows in its middle, so that they are within it.
 
     `flows` are the arrows that touch it: their numbers, each with the `ph` of its part here.
@@ -102,7 +102,7 @@ def _microseconds(time_s: float) -> float:
 
 def _tracks(
     plan: Plan, timeline: Timeline, first_arrow: int
-) -> Iterator[tuple[int, str, list[Event]]]:
+) -> Iterator[tuple[int, str, list[TraceEvent]]]:
     """List the tracks: the stage, the name, and slices that do not overlap, in order."""
     numbers = {
         transfer.operation: number
@@ -122,7 +122,9 @@ def _tracks(
             yield stage, "averaging", averagings
 
 
-def _operation(stage: int, run: Run, flows: Sequence[tuple[int, str]]) -> list[Event]:
+def _operation(
+    stage: int, run: TimedOperation, flows: Sequence[tuple[int, str]]
+) -> list[TraceEvent]:
     kind, microbatch, node = run.operation
     waited_s = run.start_s - run.arrived_s
     arguments = {"microbatch": microbatch, "stage": stage, "node": node, "waited_s": waited_s}
@@ -149,7 +151,7 @@ def _flows_of_operations(
     return flows
 
 
-def _transfer(plan: Plan, transfer: Transfer, number: int) -> list[Event]:
+def _transfer(plan: Plan, transfer: Transfer, number: int) -> list[TraceEvent]:
     """List the slice of a transfer, after one of the wait for a busy link if there is one."""
     kind, microbatch, _ = transfer.operation
     arguments = {
@@ -167,7 +169,7 @@ def _transfer(plan: Plan, transfer: Transfer, number: int) -> list[Event]:
     return waits + _slice(name, "transfer", (start_s, end_s), arguments, [(number, "t")])
 
 
-def _averaging(plan: Plan, timeline: Timeline, stage: int) -> list[Event]:
+def _averaging(plan: Plan, timeline: Timeline, stage: int) -> list[TraceEvent]:
     """List the slice of a stage's averaging, none if one replica has nothing to average."""
     arguments = {
         "stage": stage,

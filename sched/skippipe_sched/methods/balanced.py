@@ -33,7 +33,7 @@ MOST_CANDIDATES = 24
 # this nominal speed.
 OPERATIONS_PER_SECOND = 30_000
 
-StageSet = tuple[int, ...]
+VisitedStages = tuple[int, ...]
 
 
 def routes(case: Case, search: Search) -> Routes:
@@ -84,10 +84,10 @@ def _draw_path(
     case: Case,
     stages: Sequence[Sequence[int]],
     data_node: int,
-    sets_left: Counter[StageSet],
+    sets_left: Counter[VisitedStages],
     visits_left: dict[int, int],
     random: np.random.Generator,
-) -> tuple[NodePath, StageSet]:
+) -> tuple[NodePath, VisitedStages]:
     """Draw a path from the remaining visits: a set of stages, perhaps swaps, and near replicas."""
     available = [chosen for chosen, count in sets_left.items() if count > 0]
     chosen = available[random.integers(len(available))]
@@ -100,7 +100,9 @@ def _draw_path(
     return tuple(path), chosen
 
 
-def swapped_at_random(case: Case, chosen: StageSet, random: np.random.Generator) -> StageSet:
+def swapped_at_random(
+    case: Case, chosen: VisitedStages, random: np.random.Generator
+) -> VisitedStages:
     """Sort the stages of a set in ascending order and swap some neighbors, as the rules allow.
 
     The number of attempted swaps is random, from none to `case.rules.max_swaps`.
@@ -120,7 +122,7 @@ def swapped_at_random(case: Case, chosen: StageSet, random: np.random.Generator)
 
 def balanced_stage_sets(
     case: Case, microbatches: int, random: np.random.Generator
-) -> list[StageSet]:
+) -> list[VisitedStages]:
     """Draw a set of `path_length` - 1 inner stages per microbatch; all are visited equally often.
 
     The visits of two inner stages differ by one at most, and each set meets CC2 in ascending order.
@@ -140,7 +142,7 @@ def balanced_stage_sets(
     return _nearest_balanced_sets(case, sets)
 
 
-def _nearest_balanced_sets(case: Case, sets: Sequence[StageSet]) -> list[StageSet]:
+def _nearest_balanced_sets(case: Case, sets: Sequence[VisitedStages]) -> list[VisitedStages]:
     """Find balanced sets that share as many steps with `sets` as possible.
 
     Ascending sets are walks from stage 0, with a step into a stage at each position, and together
@@ -190,7 +192,7 @@ def _nearest_balanced_sets(case: Case, sets: Sequence[StageSet]) -> list[StageSe
     return [_walk(left, case.path_length - 1) for _ in sets]
 
 
-def _walk(left: Counter[tuple[int, int, int]], length: int) -> StageSet:
+def _walk(left: Counter[tuple[int, int, int]], length: int) -> VisitedStages:
     """Remove one walk of `length` steps from the remaining ones, and return its stages."""
     stages = [0]
     for position in range(length):
@@ -200,13 +202,13 @@ def _walk(left: Counter[tuple[int, int, int]], length: int) -> StageSet:
     return tuple(stages[1:])
 
 
-def _lightest_set(weights: np.ndarray, case: Case) -> StageSet:
+def _lightest_set(weights: np.ndarray, case: Case) -> VisitedStages:
     """Find the `path_length` - 1 ascending stages with least total weight within max_jump."""
     last_stage = len(weights) - 1
     # best[s]: the least weight of a sequence of the current length that ends at stage s.
-    best: dict[int, tuple[float, StageSet]] = {0: (0.0, ())}
+    best: dict[int, tuple[float, VisitedStages]] = {0: (0.0, ())}
     for _ in range(case.path_length - 1):
-        longer: dict[int, tuple[float, StageSet]] = {}
+        longer: dict[int, tuple[float, VisitedStages]] = {}
         for end, (weight, sequence) in best.items():
             for stage in range(end + 1, min(end + 1 + case.rules.max_jump, last_stage) + 1):
                 candidate = (weight + weights[stage], (*sequence, stage))

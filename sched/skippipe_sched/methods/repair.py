@@ -244,7 +244,7 @@ def _trade(cost_s: np.ndarray, assigned: np.ndarray, traders: np.ndarray) -> Non
         assigned[traders[[first, second]]] = now[[second, first]]
 
 
-Order = tuple[tuple[Operation, ...], ...]
+NodeOrders = tuple[tuple[Operation, ...], ...]
 
 
 def start_times(plan: Plan) -> list[list[float]]:
@@ -264,7 +264,7 @@ def start_times(plan: Plan) -> list[list[float]]:
 
 def order_by_start_times(
     start_s: Sequence[Sequence[float]], case: Case, paths: Sequence[NodePath]
-) -> Order | None:
+) -> NodeOrders | None:
     """Order the operations of each node by their earlier start times, with delays as necessary.
 
     `start_s` are the start times of a plan whose paths visit the same stages (`start_times`);

@@ -33,7 +33,7 @@ from skippipe_sched.problem.plan import NodePath, microbatch_chain, stage_of_nod
 from skippipe_sched.problem.rules import sequence_problem, share_limits
 from skippipe_sched.search.budget import Placement, Search
 from skippipe_sched.timing.simulate import simulate
-from skippipe_sched.timing.timeline import Run, Timeline
+from skippipe_sched.timing.timeline import TimedOperation, Timeline
 
 PLACEMENT_SHARE = 0.3
 PATHS_SHARE = 0.6
@@ -448,9 +448,11 @@ def _with(values: tuple, index: int, value: object) -> tuple:
     return (*values[:index], value, *values[index + 1 :])
 
 
-def _meetings(timeline: Timeline, data_nodes: set[int]) -> list[tuple[Run, Run]]:
+def _meetings(
+    timeline: Timeline, data_nodes: set[int]
+) -> list[tuple[TimedOperation, TimedOperation]]:
     """List the meetings on inner nodes (TC2): a run, and the next one, which waits for its end."""
-    latest: dict[int, Run] = {}
+    latest: dict[int, TimedOperation] = {}
     meetings = []
     for run in timeline.runs:
         node = run.operation.node

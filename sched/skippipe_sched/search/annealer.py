@@ -11,7 +11,7 @@ import numpy as np
 from skippipe_sched.search import moves
 from skippipe_sched.search.annealing import (
     ChainState,
-    Piece,
+    Cooling,
     anneal,
     chain_from,
     dispatched_s,
@@ -170,7 +170,7 @@ class Annealer:
     ) -> None:
         """Run steps of a kernel with falling temperatures, and check the clock between pieces.
 
-        It changes the arrays in `changed`; `of_moves` are the weights of a `Piece`.
+        It changes the arrays in `changed`; `of_moves` are the weights of a `Cooling`.
         """
         hottest, coldest = temperatures
         piece = max(1, int(LOOK_S * self.operations_per_s / work_of_step))
@@ -178,7 +178,7 @@ class Annealer:
         for done in range(0, max(1, steps), piece):
             if done and self.over():
                 return
-            own = Piece(min(piece, steps - done), hottest * cooling**done, cooling, *of_moves)
+            own = Cooling(min(piece, steps - done), hottest * cooling**done, cooling, *of_moves)
             fast(kernel)(self.problem, *changed, own)
 
     def judge(self, chain: Chain) -> None:

@@ -69,7 +69,7 @@ class ChainState(NamedTuple):
     estimate: Estimate
 
 
-class Piece(NamedTuple):
+class Cooling(NamedTuple):
     """Steps at a temperature [s] that falls by the factor `cooling` with each.
 
     `weights` are those of the moves; the mean end of the data nodes is added to the iteration with

@@ -25,7 +25,14 @@ from scipy.sparse import coo_array
 
 from skippipe_sched.serving.case import FRONT, ServingCase
 from skippipe_sched.serving.packing import hosts_of_stages
-from skippipe_sched.serving.shortest import Run, alone, empty_room, remaining_s, runs_from, shortest
+from skippipe_sched.serving.shortest import (
+    StageSpan,
+    alone,
+    empty_room,
+    remaining_s,
+    runs_from,
+    shortest,
+)
 from skippipe_sched.serving.simulate import Rates
 
 # Limit on nodes of the program's search tree.
@@ -80,11 +87,15 @@ def _visits(case: ServingCase, skips: int, unit_s: float) -> Iterator[_Column]:
             yield from _visits_of_run(case, run, run.first, run.takes_s, unit_s)
             if first == 1:
                 yield from _visits_of_run(case, run, 0, begin_s + run.takes_s, unit_s)
-    yield from _visits_of_run(case, Run(1, 1, 0, begin_s), 0, begin_s, unit_s)
+    yield from _visits_of_run(case, StageSpan(1, 1, 0, begin_s), 0, begin_s, unit_s)
 
 
 def _visits_of_run(
-    case: ServingCase, run: Run, first: int, takes_s: Float[np.ndarray, " hosts"], unit_s: float
+    case: ServingCase,
+    run: StageSpan,
+    first: int,
+    takes_s: Float[np.ndarray, " hosts"],
+    unit_s: float,
 ) -> Iterator[_Column]:
     """List the visits of this run to all hosts with enough memory, for stages from `first` on."""
     for host in np.flatnonzero(np.isfinite(takes_s)).tolist():

@@ -16,7 +16,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem import links
 from skippipe_sched.problem.case import of_each, of_each_stage
 
-Placement = tuple[tuple[int, ...], ...]
+HeldStages = tuple[tuple[int, ...], ...]
 """Stages that each host holds, in increasing order."""
 Route = tuple[int | None, ...]
 """Host that runs each stage; None for a stage that no host holds."""
@@ -178,7 +178,7 @@ def _durations(value: Any, field: str, stages: int) -> tuple[float, ...]:
     return of_each(value, field, read, stages, ("stages", "stage"))
 
 
-def checked_placement(case: ServingCase, placement: Any, field: str) -> Placement:
+def checked_placement(case: ServingCase, placement: Any, field: str) -> HeldStages:
     """Return the stages that each host holds, after checking them.
 
     Raises:

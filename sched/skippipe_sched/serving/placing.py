@@ -19,7 +19,7 @@ from jaxtyping import Bool
 from skippipe_sched import fields
 from skippipe_sched.serving.case import (
     FRONT,
-    Placement,
+    HeldStages,
     ServingCase,
     checked_lost,
     checked_placement,
@@ -39,7 +39,7 @@ def place(
     lost: Collection[int] = (),
     seed: int = 0,
     tries: int = TRIES,
-) -> Placement:
+) -> HeldStages:
     """Choose the stages that each host holds.
 
     As few stages as possible have no host. Then the placement maximizes the `tokens_per_s` of all

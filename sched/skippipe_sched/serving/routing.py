@@ -19,13 +19,13 @@ from jaxtyping import Bool, Float
 from skippipe_sched import fields
 from skippipe_sched.serving.case import (
     FRONT,
-    Placement,
+    HeldStages,
     Route,
     ServingCase,
     checked_lost,
     checked_placement,
 )
-from skippipe_sched.serving.shortest import Costs, Room, alone, remaining_s, shortest
+from skippipe_sched.serving.shortest import Room, RouteCosts, alone, remaining_s, shortest
 from skippipe_sched.serving.simulate import cycle, steps_per_s
 
 TRIES = 150
@@ -62,7 +62,7 @@ def routes(
     return tuple(through(run, route) for route in found)
 
 
-def held_stages(case: ServingCase, placement: Placement) -> Bool[np.ndarray, "hosts stages"]:
+def held_stages(case: ServingCase, placement: HeldStages) -> Bool[np.ndarray, "hosts stages"]:
     """Return whether each host holds each stage."""
     held = np.zeros((case.hosts, case.stages), dtype=bool)
     for host, stages in enumerate(placement):
@@ -106,7 +106,7 @@ class _Search:
             np.fill_diagonal(hop_s, 0.0)
             # The front's first and last visit are one, which every route has.
             back_s = self.case.hop_s[:, FRONT] + sending_s[:, FRONT]
-            route = self.shortest(best, Costs(self.case.step_s, hop_s, back_s))
+            route = self.shortest(best, RouteCosts(self.case.step_s, hop_s, back_s))
             if route is None:
                 return None
             best.append(route)
@@ -146,7 +146,7 @@ class _Search:
             tried |= dict.fromkeys(groups.tolist(), route)
         return [tried[group] for group in range(case.groups)]
 
-    def shortest(self, other_routes: Iterable[Route], costs: Costs) -> Route | None:
+    def shortest(self, other_routes: Iterable[Route], costs: RouteCosts) -> Route | None:
         """Find a route of low cost in the memory that other routes leave."""
         room = self.free_room(other_routes)
         return shortest(self.case, room, costs, self.rest_s, MOST_PARTIALS)[0]

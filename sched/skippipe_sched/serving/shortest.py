@@ -32,7 +32,7 @@ class Room:
 
 
 @dataclass(frozen=True, eq=False)
-class Costs:
+class RouteCosts:
     """Costs that a route minimizes: seconds on hosts, to another host, and back."""
 
     step_s: Float[np.ndarray, "hosts stages"]
@@ -41,7 +41,7 @@ class Costs:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class StageSpan:
     """Consecutive stages on one host: from `first` to before `end`, some skipped.
 
     `takes_s` is the time on each host, infinite on hosts without enough memory. The skipped stages
@@ -85,12 +85,12 @@ def empty_room(case: ServingCase) -> Room:
     return Room(held, case.room_bytes - held @ case.stage_bytes)
 
 
-def alone(case: ServingCase) -> Costs:
+def alone(case: ServingCase) -> RouteCosts:
     """Return the seconds of a step of a group that meets no others."""
-    return Costs(case.step_s, case.hop_s, case.hop_s[:, FRONT])
+    return RouteCosts(case.step_s, case.hop_s, case.hop_s[:, FRONT])
 
 
-def runs_from(case: ServingCase, first: int, skips: int) -> Iterator[Run]:
+def runs_from(case: ServingCase, first: int, skips: int) -> Iterator[StageSpan]:
     """List the runs that begin with a stage after 0, of which at most `skips` are skipped."""
     room_bytes = empty_room(case).free_bytes
     for end in range(first + 1, case.stages + 1):
@@ -99,7 +99,9 @@ def runs_from(case: ServingCase, first: int, skips: int) -> Iterator[Run]:
         for skipped in range(min(skips, end - first) + 1):
             kept = end - first - skipped
             fits = sizes[:kept].sum() <= room_bytes
-            yield Run(first, end, skipped, np.where(fits, times[:, :kept].sum(axis=1), np.inf))
+            yield StageSpan(
+                first, end, skipped, np.where(fits, times[:, :kept].sum(axis=1), np.inf)
+            )
 
 
 def remaining_s(case: ServingCase, skips: int = 0) -> Float[np.ndarray, "skips stages hosts"]:
@@ -125,7 +127,7 @@ def remaining_s(case: ServingCase, skips: int = 0) -> Float[np.ndarray, "skips s
 def shortest(
     case: ServingCase,
     room: Room,
-    costs: Costs,
+    costs: RouteCosts,
     rest_s: Float[np.ndarray, "skips stages hosts"],
     most_partials: int = MOST_PARTIALS,
 ) -> tuple[Route | None, float]:
@@ -172,7 +174,7 @@ def shortest(
 def _extended(
     case: ServingCase,
     room: Room,
-    costs: Costs,
+    costs: RouteCosts,
     partials: _PartialRoutes,
     free_bytes: Float[np.ndarray, "partials hosts"],
     stage: int,

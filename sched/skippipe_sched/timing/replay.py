@@ -18,7 +18,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, Operation, microbatch_chain, stage_of_nodes
 from skippipe_sched.timing.hops import hop_parts, passed
-from skippipe_sched.timing.timeline import Run, TimeFactors, Transfer, unit_factors
+from skippipe_sched.timing.timeline import TimedOperation, TimeFactors, Transfer, unit_factors
 
 # Data that stays on a node arrives at once, and uses no queue.
 NO_HOP = (0.0, -math.inf, -math.inf, 0.0, 0.0)
@@ -186,7 +186,7 @@ class Replay:
         """Return when all traffic on a node's shared connection is sent [s]."""
         return self.queue_free_s[self.work.uplink_of.get(node, -1)]
 
-    def runs(self, zero_s: float = 0.0) -> tuple[Run, ...]:
+    def runs(self, zero_s: float = 0.0) -> tuple[TimedOperation, ...]:
         """List the operations of the last iteration by their starts, counted from `zero_s`.
 
         An operation without a predecessor arrives as soon as its node has ended the previous
@@ -205,7 +205,9 @@ class Replay:
             if arrived_s == -math.inf:
                 arrived_s = self.began_s[node[place]]
             times = (arrived_s, start_s, start_s + seconds[place])
-            runs.append(Run(self.work.operations[place], *(time_s - zero_s for time_s in times)))
+            runs.append(
+                TimedOperation(self.work.operations[place], *(time_s - zero_s for time_s in times))
+            )
         return tuple(runs)
 
     def transfers(self, zero_s: float = 0.0) -> tuple[Transfer, ...]:

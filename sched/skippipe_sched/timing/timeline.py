@@ -12,7 +12,7 @@ from skippipe_sched.problem.plan import Operation, Predicted
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedOperation:
     """One operation and its times on its node [s]. `arrived_s`: arrival of its input."""
 
     operation: Operation
@@ -52,7 +52,7 @@ class Timeline:
     """
 
     nodes: int
-    runs: tuple[Run, ...]
+    runs: tuple[TimedOperation, ...]
     transfers: tuple[Transfer, ...]
     averagings: tuple[Averaging, ...]
     steady: Predicted | None = None

@@ -12,22 +12,22 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.averaging import all_reduce_bytes, best_ring, rings_of_iteration
 from skippipe_sched.timing.timeline import Timeline
 
-Place = TypeVar("Place", int, str)
+LinkEnd = TypeVar("LinkEnd", int, str)
 # Uses of a link: activations and their gradients, or the ring of a stage.
-Use = Literal["pipeline", "averaging"]
+LinkUse = Literal["pipeline", "averaging"]
 
 
 @dataclass(frozen=True)
-class Flow(Generic[Place]):
+class Flow(Generic[LinkEnd]):
     """Traffic of one directed link in an iteration for one use.
 
     `source` and `target` are nodes, or locations. `busy_s` is the time during which a transfer is
     in progress; overlapping transfers count once.
     """
 
-    source: Place
-    target: Place
-    use: Use
+    source: LinkEnd
+    target: LinkEnd
+    use: LinkUse
     bytes: float
     busy_s: float
 
@@ -63,7 +63,7 @@ def wide_area_bytes(case: Case, flows: Iterable[Flow[int]]) -> float:
 class _Sending(NamedTuple):
     source: int
     target: int
-    use: Use
+    use: LinkUse
     bytes: float
     start_s: float
     end_s: float
@@ -92,8 +92,10 @@ def _sendings(plan: Plan, timeline: Timeline) -> Iterator[_Sending]:
             yield _Sending(*link, "averaging", size, start_s, end_s)
 
 
-def _summed(sendings: Iterable[_Sending], place_of: Callable[[int], Place]) -> list[Flow[Place]]:
-    groups: dict[tuple[Place, Place, Use], list[_Sending]] = defaultdict(list)
+def _summed(
+    sendings: Iterable[_Sending], place_of: Callable[[int], LinkEnd]
+) -> list[Flow[LinkEnd]]:
+    groups: dict[tuple[LinkEnd, LinkEnd, LinkUse], list[_Sending]] = defaultdict(list)
     for sending in sendings:
         groups[place_of(sending.source), place_of(sending.target), sending.use].append(sending)
     flows = [

@@ -70,7 +70,7 @@ FAMILIES: Mapping[str, Family] = {
 """Metrics that a host serves, by name."""
 
 
-class Link(NamedTuple):
+class NodeLink(NamedTuple):
     """Link between two nodes, each with the number of its host in the run."""
 
     source_host: int
@@ -105,7 +105,7 @@ class MetricValues:
         values[key] = values.get(key, 0.0) + value
 
     def take_step(
-        self, metrics: StepMetrics, nodes: Iterable[int], sent: Mapping[Link, int]
+        self, metrics: StepMetrics, nodes: Iterable[int], sent: Mapping[NodeLink, int]
     ) -> None:
         """Record an iteration, in which `nodes` of this host sent the bytes in `sent` by link."""
         self.set("skippipe_step", metrics.step)
@@ -202,7 +202,7 @@ class PrometheusExporter(Callback):
         self._values.set("skippipe_generation", run.group.generation.number or None)
         self._nodes = run.runtime.topology.nodes
         # Keyed by the name of a plan, and whether replicas average gradients.
-        self._sent: dict[tuple[str | None, bool], Mapping[Link, int]] = {}
+        self._sent: dict[tuple[str | None, bool], Mapping[NodeLink, int]] = {}
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
         """Record an iteration."""
@@ -222,7 +222,7 @@ class PrometheusExporter(Callback):
         self._thread.join()
 
 
-def sent_by_host(config: Config, runtime: Runtime, metrics: StepMetrics) -> Mapping[Link, int]:
+def sent_by_host(config: Config, runtime: Runtime, metrics: StepMetrics) -> Mapping[NodeLink, int]:
     """Return the bytes that the nodes of this host sent over each link in an iteration."""
     topology, hosts = runtime.topology, runtime.group.hosts
     assert metrics.plan is not None, "runs write it"
@@ -232,7 +232,7 @@ def sent_by_host(config: Config, runtime: Runtime, metrics: StepMetrics) -> Mapp
         return hosts[topology.host_of[node]]
 
     return {
-        Link(host_of(source), source, host_of(to), to): count
+        NodeLink(host_of(source), source, host_of(to), to): count
         for (source, to), count in bytes_per_link(config, plan, metrics.step).items()
         if source in topology.nodes
     }

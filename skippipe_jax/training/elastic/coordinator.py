@@ -33,7 +33,7 @@ from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.errors import HostLeft, PeerTimeout
 
 
-class Origin(Enum):
+class StateOrigin(Enum):
     """Origin of the states of a host's stages as it enters a generation."""
 
     OWN = "own"
@@ -51,7 +51,7 @@ class StateSource:
     """
 
     step: int
-    origin: Origin
+    origin: StateOrigin
 
 
 RECONNECTS_AFTER_S = 2.0
@@ -105,7 +105,7 @@ class Suspended:
     abandons: bool = False
 
 
-JOINING = Suspended(0, StateSource(0, Origin.PEERS))
+JOINING = Suspended(0, StateSource(0, StateOrigin.PEERS))
 """First state of a host that rejoins."""
 
 
@@ -150,7 +150,7 @@ class Stopped:
     error: Exception
 
 
-State = Suspended | Opening | Training | Confirming | Stopped
+CoordinatorState = Suspended | Opening | Training | Confirming | Stopped
 
 
 # Events.
@@ -187,10 +187,12 @@ class Signal(Enum):
     LEFT = "the others continue without this host, which leaves the run"
 
 
-Event = Entered | Failed | Signal
+CoordinatorEvent = Entered | Failed | Signal
 
 
-def advance(state: State, event: Event, policy: HostPolicy) -> State:
+def advance(
+    state: CoordinatorState, event: CoordinatorEvent, policy: HostPolicy
+) -> CoordinatorState:
     """Apply an event; return the new state.
 
     If `Failed` leads back to `Opening` or `Training`, at once or after `Confirming`, no other host
@@ -201,7 +203,7 @@ def advance(state: State, event: Event, policy: HostPolicy) -> State:
     """
     match state, event:
         case Suspended(_, None, has_reconnected), Entered(generation, int(step)):
-            return _open(generation, StateSource(step, Origin.OWN), has_reconnected, policy)
+            return _open(generation, StateSource(step, StateOrigin.OWN), has_reconnected, policy)
         case Suspended(_, StateSource() as source, has_reconnected), Entered(generation, None):
             return _open(generation, source, has_reconnected, policy)
         case Suspended(after), Signal.TIME_OVER:
@@ -214,7 +216,7 @@ def advance(state: State, event: Event, policy: HostPolicy) -> State:
         case Opening(generation, _, has_reconnected), Signal.OPENED:
             return Training(generation, has_reconnected)
         case Opening(_, source), Signal.ROLLED_BACK:
-            origin = source.origin if source.origin == Origin.PEERS else Origin.CHECKPOINT
+            origin = source.origin if source.origin == StateOrigin.PEERS else StateOrigin.CHECKPOINT
             return replace(state, source=replace(source, origin=origin))
         case Opening() | Training(), Signal.ENDED:
             return _suspend(state)
@@ -251,14 +253,14 @@ def _open(
     if generation.is_last:
         return Stopped(PeerTimeout(_end_message(generation, policy.lost_stage)))
     if policy.host in generation.fresh:
-        origin = Origin.PEERS
+        origin = StateOrigin.PEERS
     elif generation.is_rewound:
-        origin = Origin.CHECKPOINT
-    elif origin != Origin.CHECKPOINT:
+        origin = StateOrigin.CHECKPOINT
+    elif origin != StateOrigin.CHECKPOINT:
         # With diverging replicas a host may be ahead by local steps, and keeps them.
         is_behind = held.step < generation.step
         is_other = is_behind if policy.replicas_diverge else held.step != generation.step
-        if origin == Origin.PEERS or is_other:
+        if origin == StateOrigin.PEERS or is_other:
             problem = (
                 f"local state is at step {held.step}, the run at step {generation.step}: restart "
                 "this host to fetch the state from a peer"

@@ -20,7 +20,7 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 
 from skippipe_jax.config import Config
-from skippipe_jax.consensus.generations import Generation, Rules
+from skippipe_jax.consensus.generations import ConsensusRules, Generation
 from skippipe_jax.consensus.next_generation import covering
 
 
@@ -105,7 +105,7 @@ def with_second_hosts(
     return placement if moved == tuple(tuple(sorted(nodes)) for nodes in placement) else moved
 
 
-def stages_for(rules: Rules, generation: Generation, host: int) -> tuple[int, ...]:
+def stages_for(rules: ConsensusRules, generation: Generation, host: int) -> tuple[int, ...]:
     """List the stages that a host would serve if it joined, as far as can be predicted."""
     members, apart = frozenset({*generation.members, host}), {*generation.apart, host}
     covered = covering(rules, generation.placement, members, apart, generation.left_out)

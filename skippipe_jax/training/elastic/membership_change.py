@@ -16,7 +16,7 @@ from skippipe_jax.cluster.inbox import Totals
 from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import SKIP, STOP
-from skippipe_jax.consensus.generations import Rules
+from skippipe_jax.consensus.generations import ConsensusRules
 from skippipe_jax.program.compiler import compile_plans
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.storage.joined_folder import is_joined
@@ -30,7 +30,7 @@ from skippipe_jax.training.elastic.lost_stages import rebuild_rule
 from skippipe_jax.training.setup import HostSetup
 
 
-def elastic_rules(config: Config, setup: HostSetup) -> Rules:
+def elastic_rules(config: Config, setup: HostSetup) -> ConsensusRules:
     """Return the rules, the same on all hosts, by which consensus decides who can continue."""
     host_of = host_by_node(config, setup.host_of)
 
@@ -71,7 +71,7 @@ def elastic_rules(config: Config, setup: HostSetup) -> Rules:
         is_once = len(set(nodes)) == len(nodes) and {*own} <= {*nodes} <= {*every}
         return len(placement) == len(setup.plan.stages) and is_once
 
-    return Rules(
+    return ConsensusRules(
         host_of=host_of,
         stages=len(setup.plan.stages),
         placed=placed,

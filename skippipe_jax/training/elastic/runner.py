@@ -45,14 +45,14 @@ from skippipe_jax.training.elastic.coordinator import (
     JOINING,
     Cause,
     Confirming,
+    CoordinatorEvent,
+    CoordinatorState,
     Entered,
-    Event,
     Failed,
     HostPolicy,
     Opening,
-    Origin,
     Signal,
-    State,
+    StateOrigin,
     StateSource,
     Stopped,
     Suspended,
@@ -118,7 +118,7 @@ class ElasticRunner:
             run.config.recovery.lost_stage,
             replicas_diverge=run.config.averaging.is_outer,
         )
-        self._state: State = JOINING
+        self._state: CoordinatorState = JOINING
         self._session: Session | None = None
         # State of this host when its last session was closed.
         self._held = HeldState(0, 0)
@@ -144,7 +144,7 @@ class ElasticRunner:
         stages, step = setup.plan.stages, state.step
         processes = [own.process for own in setup.agreed.reports]
         group = self._membership.outlive(self._rules, self._store, stages, step, processes)
-        origin = Origin.OWN if state.checkpoint is None else Origin.CHECKPOINT
+        origin = StateOrigin.OWN if state.checkpoint is None else StateOrigin.CHECKPOINT
         self._group, self._state = group, Opening(group.generation, StateSource(step, origin))
         try:
             with close_on_error(setup.transfers):
@@ -201,7 +201,7 @@ class ElasticRunner:
                 self._session.abandon()
             raise
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: CoordinatorEvent) -> None:
         self._state = advance(self._state, event, self._policy)
 
     def _until_open(self, since_s: float) -> Session:
@@ -281,9 +281,9 @@ class ElasticRunner:
 
     def _held_of(self, source: StateSource) -> HeldState:
         """Return the state of this host, after dropping what `source` makes obsolete."""
-        if source.origin == Origin.PEERS:
+        if source.origin == StateOrigin.PEERS:
             self._held = HeldState(source.step, 0, {})
-        elif source.origin == Origin.CHECKPOINT:
+        elif source.origin == StateOrigin.CHECKPOINT:
             self._held = HeldState(source.step, 0, {}, restores_checkpoint=True)
             first, is_first = step_folder(self._run.run_dir, 0), self._group.generation.step == 0
             if is_first and not retry(self._run.run_dir, lambda: is_committed(first)):

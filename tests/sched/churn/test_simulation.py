@@ -13,7 +13,7 @@ from skippipe_sched.churn.simulation import (
     DOWN,
     REGROUPING,
     Change,
-    Costs,
+    ChurnCosts,
     StepSchedule,
     draw_changes,
     simulate_run,
@@ -23,7 +23,7 @@ from skippipe_sched.churn.sweep import fault_free_steps
 from tests.sched.examples import case_with, in_order, planned
 
 GIBIBYTE = 2**30
-COSTS = Costs(
+COSTS = ChurnCosts(
     heartbeat_s=3,
     regroup_s=2,
     restore_s=7,
@@ -204,10 +204,10 @@ seconds = st.sampled_from([0.0, 1.0, 7.5, 60.0])
 
 
 @st.composite
-def costs_of_runs(draw: st.DrawFn) -> Costs:
+def costs_of_runs(draw: st.DrawFn) -> ChurnCosts:
     """Noticing a loss takes no less than a checkpoint, which the loss may cut short."""
     heartbeat_s = draw(seconds)
-    return Costs(
+    return ChurnCosts(
         heartbeat_s=heartbeat_s,
         regroup_s=draw(seconds),
         restore_s=draw(seconds),

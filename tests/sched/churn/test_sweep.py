@@ -11,14 +11,14 @@ import pytest
 from skippipe_sched.churn.iteration_times import IterationTimes
 from skippipe_sched.churn.picture import picture
 from skippipe_sched.churn.policies import POLICIES
-from skippipe_sched.churn.simulation import Costs
+from skippipe_sched.churn.simulation import ChurnCosts
 from skippipe_sched.churn.sweep import Churn, Point, causes, doublings, goodputs, sweep, verdict
 from skippipe_sched.errors import InputError
 from skippipe_sched.fields import duration
 
 from tests.sched.examples import in_order, planned, same_place
 
-COSTS = Costs(
+COSTS = ChurnCosts(
     heartbeat_s=30,
     regroup_s=1,
     restore_s=10,

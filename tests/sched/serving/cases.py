@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from hypothesis import strategies as st
-from skippipe_sched.serving.case import Placement, Route, ServingCase
+from skippipe_sched.serving.case import HeldStages, Route, ServingCase
 from skippipe_sched.serving.simulate import simulate
 
 # More would take long, and what does not repeat until then is counted from the start.
@@ -107,7 +107,7 @@ def most_tokens_per_s(case: ServingCase) -> float:
     )
 
 
-def routes_through(placement: Placement, stages: int, lost: frozenset[int] = frozenset()):
+def routes_through(placement: HeldStages, stages: int, lost: frozenset[int] = frozenset()):
     """All routes through the hosts that hold the stages and are not lost."""
     hosts = [
         [h for h, own in enumerate(placement) if stage in own and h not in lost] or [None]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.serving.bound import bounds
-from skippipe_sched.serving.case import Placement, ServingCase
+from skippipe_sched.serving.case import HeldStages, ServingCase
 from skippipe_sched.serving.placing import OBJECTIVES, Objective, place
 from skippipe_sched.serving.routing import routes
 from skippipe_sched.serving.simulate import simulate
@@ -26,11 +26,11 @@ from tests.sched.serving.cases import (
 OBJECTIVE = st.sampled_from(OBJECTIVES)
 
 
-def unheld(case: ServingCase, placement: Placement) -> int:
+def unheld(case: ServingCase, placement: HeldStages) -> int:
     return case.stages - len({stage for stages in placement for stage in stages})
 
 
-def room_left(case: ServingCase, placement: Placement) -> np.ndarray:
+def room_left(case: ServingCase, placement: HeldStages) -> np.ndarray:
     return case.room_bytes - [case.stage_bytes[list(stages)].sum() for stages in placement]
 
 

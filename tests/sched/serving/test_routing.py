@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
-from skippipe_sched.serving.case import Placement, ServingCase
+from skippipe_sched.serving.case import HeldStages, ServingCase
 from skippipe_sched.serving.routing import routes
 from skippipe_sched.serving.simulate import simulate
 
@@ -15,7 +15,7 @@ from tests.sched.serving.cases import routes_through, service, services
 
 
 @st.composite
-def placed(draw: st.DrawFn, groups: int) -> tuple[ServingCase, Placement]:
+def placed(draw: st.DrawFn, groups: int) -> tuple[ServingCase, HeldStages]:
     """A service, and stages that hosts hold of which some may have no host."""
     case = draw(services(groups=groups))
     case = replace(case, room_bytes=np.full(case.hosts, case.stage_bytes.sum()))
