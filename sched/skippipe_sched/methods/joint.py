@@ -63,8 +63,8 @@ PLACING_SHARE = 0.1
 SHORT_BUDGET_S = 2.0
 INTERPRETED_OPERATIONS_PER_S = 6e4
 INTERPRETED_SETTLE_SHARE = 0.6
-# The quick estimate is first, then the rounds, and last the order, for which more steps find nothing
-# more: in the rounds they do.
+# The quick estimate is first, then the rounds, and last the order: few steps suffice for it, and
+# rounds gain by more.
 SETTLE_SHARE = 0.05
 POLISH_SHARE = 0.04
 # A step of polishing replays an order, which is at least this many times as fast as choosing one.
