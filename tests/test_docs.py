@@ -336,7 +336,7 @@ def test_yaml_is_a_configuration_or_a_case(page: str, tmp_path: Path):
             if tree.keys() <= CASE_KEYS and "nodes" in tree:
                 candidates(tree, tmp_path)
             elif "slots" in tree:
-                serving.parse_case(tree, tmp_path)
+                serving.parse_serving_case(tree, tmp_path)
             elif "domains" in tree:
                 path = tmp_path / "experts.yaml"
                 path.write_text(block.text)

@@ -27,7 +27,7 @@ from skippipe_sched.errors import run_command
 
 from experiments.benchmarks.harness import reporting
 from experiments.paper import intervals
-from skippipe_jax.config.resume import digest as digest_of
+from skippipe_jax.config.resume import json_digest
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
 from skippipe_jax.experts.picture import picture
@@ -68,7 +68,7 @@ COMPARED = {name: (arm, MAIN, other, MAIN) for name, (arm, other) in ARMS.items(
 
 def digest() -> str:
     """Of all that the study is told."""
-    return digest_of([asdict(load_experts(CONFIG, [f"seed={seed}"])) for seed in SEEDS])
+    return json_digest([asdict(load_experts(CONFIG, [f"seed={seed}"])) for seed in SEEDS])
 
 
 def trained(seed: int) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class Study(study_command.CampaignStudy):
 
     def digest(self) -> str:
         """Of all that the study comes from, but for the instructions, which machines differ in."""
-        return jobs.digest_of([job.digest for own in REPEATED for job in self.repetitions(own)])
+        return jobs.json_digest([job.digest for own in REPEATED for job in self.repetitions(own)])
 
     def _job(self, repeated: Repeated, draw: int, instructions: str = "") -> Job:
         run = Run(repeated.arm, SEED)
@@ -116,11 +116,11 @@ class Study(study_command.CampaignStudy):
         former = "former-" if repeated.former else ""
         name = "-".join([former + run.name, f"changed_{draw}", *filter(None, [instructions])])
         if draw:
-            weights = self.folder / "first_weights" / f"{name}-{jobs.digest_of(whole)}"
+            weights = self.folder / "first_weights" / f"{name}-{jobs.json_digest(whole)}"
             config = config | {"init_from": f"hf:{weights}"}
         return Job(
             name=name,
-            digest=jobs.digest_of(whole),
+            digest=jobs.json_digest(whole),
             config=config,
             results=self.folder / "results",
             folder=self.folder,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from skippipe_jax.config.extras import require
+from skippipe_jax.config.extras import require_extra
 
 # Inches: 900 pixels in a README at 100 dots per inch.
 WIDTH = 9.0
@@ -39,7 +39,7 @@ def panels(columns: int | Sequence[int], *heights: float) -> tuple[Any, list[Any
     All rows have as many columns, or each its own number. Rows are laid out by themselves: labels
     that one needs room for do not narrow another.
     """
-    require("matplotlib", "paper", "figure", "matplotlib")
+    require_extra("matplotlib", "paper", "figure", "matplotlib")
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -11,7 +11,7 @@ from typing import Any
 from experiments.paper import jobs, study_text
 from experiments.paper.gates import GatedRun, state_of
 from skippipe_jax.campaign.running import ONE_THREAD
-from skippipe_jax.config.resume import digest as digest_of
+from skippipe_jax.config.resume import json_digest
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class GatedTask:
         """Compute what the results of equal runs have in common."""
         # Without a text or a start of their own, results have the digests that they always had.
         start = {} if self.start is None else {"start": self.start.digest}
-        return digest_of(asdict(self.run) | self.of_text | start)
+        return json_digest(asdict(self.run) | self.of_text | start)
 
     @property
     def output(self) -> Path:

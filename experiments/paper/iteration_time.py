@@ -63,6 +63,11 @@ class Unhurried(Search):
         """Whether the user asks for the end."""
         return self.end.interrupted
 
+    def fitted(self, steps: float, expected_s: float) -> float:
+        """All steps."""
+        del expected_s
+        return steps
+
 
 @dataclass(frozen=True)
 class Scope:

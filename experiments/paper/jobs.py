@@ -22,7 +22,7 @@ from skippipe_sched.problem.plan import Plan, load_plan
 from experiments.paper.summary import Summary
 from skippipe_jax.campaign import running
 from skippipe_jax.campaign.running import AT_ONCE, ONE_THREAD
-from skippipe_jax.config.resume import digest as digest_of
+from skippipe_jax.config.resume import json_digest
 from skippipe_jax.storage.run_dir import RunDir
 
 REPOSITORY = Path(__file__).parents[2]
@@ -143,7 +143,7 @@ def job_of(
     quick: bool = False,
 ) -> Job:
     """Describe a run that comes from its configuration and its plan alone."""
-    digest = digest_of([config, plan_of(config).to_json()])
+    digest = json_digest([config, plan_of(config).to_json()])
     return Job(name, digest, config, results, folder, command, quick)
 
 

@@ -160,7 +160,7 @@ class Study(study_command.CampaignStudy):
         return Job(
             name=f"{ARM}-{name}",
             # Without the path of the text: where the library lies differs by machine.
-            digest=jobs.digest_of([config, OTHER_TEXT, jobs.plan_of(config).to_json()]),
+            digest=jobs.json_digest([config, OTHER_TEXT, jobs.plan_of(config).to_json()]),
             config=config | {"data": config["data"] | other},
             results=self.summaries / "trials",
             folder=self.folder,
@@ -203,7 +203,7 @@ class Study(study_command.CampaignStudy):
     def digest(self) -> str:
         """Of all that the study comes from."""
         own = [job.digest for job in self.tasks()]
-        return jobs.digest_of(own + [self.campaign.digest(run.exact) for run in self.runs()])
+        return jobs.json_digest(own + [self.campaign.digest(run.exact) for run in self.runs()])
 
     def tasks(self) -> list[Job]:
         """Name the trials, and the runs as far as a setting has been tried."""

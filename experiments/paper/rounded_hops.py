@@ -47,7 +47,7 @@ class Study(study_command.CampaignStudy):
     def digest(self) -> str:
         """Of all that the study comes from."""
         own = [job.digest for job in self.tasks()]
-        return jobs.digest_of(own + [self.campaign.digest(run) for run in self.runs])
+        return jobs.json_digest(own + [self.campaign.digest(run) for run in self.runs])
 
     def figures(self) -> dict[str, Any]:
         """Gather the losses.

@@ -53,7 +53,7 @@ class Study(study_command.CampaignStudy):
 
     def digest(self) -> str:
         """Of all that the study comes from."""
-        return jobs.digest_of([job.digest for job in self.tasks()])
+        return jobs.json_digest([job.digest for job in self.tasks()])
 
     def figures(self) -> dict[str, Any]:
         """Gather the losses, and the differences from those of exact state."""

@@ -64,7 +64,7 @@ def load_json(path: Path, field: str) -> Any:
         raise InputError(field, str(path), problem, remedy) from error
 
 
-def mapping(
+def checked_mapping(
     value: Any, field: str, allowed: Collection[str], required: Collection[str] = ()
 ) -> dict:
     """Check a mapping: only the `allowed` keys, and all of the `required` ones."""

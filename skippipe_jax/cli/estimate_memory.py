@@ -44,10 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_of(arguments)
     with loading():
         from skippipe_jax.models.estimate import (
+            estimate_json,
             is_for_one_host,
             planned_case_and_visits,
             table,
-            to_json,
         )
         from skippipe_jax.models.footprint import traffic
         from skippipe_jax.models.in_flight import memory_warnings
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     memory = memory_of_stages(config, case, memory_bytes=least_memory_bytes(case))
     sent = traffic(config, case, visits)
     if arguments.json:
-        print(json.dumps(to_json(config, case, memory, sent)))
+        print(json.dumps(estimate_json(config, case, memory, sent)))
     else:
         print(table(config, case, memory, sent))
     for sentence in memory_warnings(config, case):
@@ -104,7 +104,7 @@ def _print_fit(arguments: argparse.Namespace) -> int:
 
     configured(None)  # Report errors before imports that take seconds.
     with loading():
-        from skippipe_jax.models.fewest_stages import answer, devices_of
+        from skippipe_jax.models.fewest_stages import describe_fit, parse_devices
 
-    print(answer(configured, devices_of(arguments.devices)))
+    print(describe_fit(configured, parse_devices(arguments.devices)))
     return 0

@@ -14,7 +14,7 @@ from skippipe_jax.cli.arguments import (
     is_mixture,
     open_language_model,
 )
-from skippipe_jax.config.extras import require
+from skippipe_jax.config.extras import require_extra
 from skippipe_jax.config.sampling import DEFAULT_SLOTS
 
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             fields.integer(value, f"--{name.replace('_', '-')}", least)
     is_mixture(arguments)  # Report arguments that do not go together first.
     with loading():
-        require("lm_eval", "harness", "--tasks", arguments.tasks)
+        require_extra("lm_eval", "harness", "--tasks", arguments.tasks)
         from lm_eval.evaluator import simple_evaluate
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import handle_non_serializable, make_table

@@ -19,7 +19,7 @@ from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
 from skippipe_jax.cli.arguments import add_log_level, add_overrides, add_scale
-from skippipe_jax.config.extras import require
+from skippipe_jax.config.extras import require_extra
 from skippipe_jax.config.hardware import HOPS
 from skippipe_jax.config.sampling import DEFAULT_SLOTS
 from skippipe_jax.serving.routing import WHEN_LOST
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("--hosts", hosts, problem, remedy)
     with loading():
         for module in ("starlette", "uvicorn", "prometheus_client"):
-            require(module, "serve", "command", "serve")
+            require_extra(module, "serve", "command", "serve")
         from skippipe_jax.config.api_keys import read_keys
         from skippipe_jax.inference.scaling import create_scaling
         from skippipe_jax.serving.model import open_engine

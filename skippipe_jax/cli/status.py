@@ -93,11 +93,15 @@ def _show(shown: str, arguments: argparse.Namespace, watch_s: float | None) -> N
 
 def _show_service(arguments: argparse.Namespace, watch_s: float | None) -> int:
     """Show the status of the `skippipe serve` at a URL."""
-    from skippipe_jax.serving.status import ask, status_text
+    from skippipe_jax.serving.status import ask, service_status_text
 
     while True:
         status = ask(arguments.address[0], arguments.api_key_file)
-        _show(json.dumps(status) if arguments.json else status_text(status), arguments, watch_s)
+        _show(
+            json.dumps(status) if arguments.json else service_status_text(status),
+            arguments,
+            watch_s,
+        )
         if not watch_s:
             return 0
         time.sleep(watch_s)

@@ -36,7 +36,7 @@ class Real(NamedTuple):
 
 Bounds = Choice | Whole | Real
 DTYPES = Choice(("float32", "bfloat16"))
-Count = Annotated[int, Whole(1)]
+AtLeastOne = Annotated[int, Whole(1)]
 Seed = Annotated[int, Whole(0, fields.MAX_SEED)]
 NonNegative = Annotated[float, Real()]
 Positive = Annotated[float, Real(above=True)]

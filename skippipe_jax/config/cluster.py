@@ -10,7 +10,7 @@ from typing import Annotated
 from skippipe_sched.errors import InputError
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S
 
-from skippipe_jax.config.choices import Choice, Count, NonNegative, Positive, Section, Whole
+from skippipe_jax.config.choices import AtLeastOne, Choice, NonNegative, Positive, Section, Whole
 
 AUTO, INDEPENDENT, DISTRIBUTED = RUNTIMES = Choice(("auto", "independent", "distributed"))
 LAST_PORT = (1 << 16) - 1
@@ -148,7 +148,7 @@ class RecoveryConfig(Section, name="recovery"):
     """
 
     lost_stage: Annotated[str, LOST_STAGE] = REWIND
-    buddy_every: Count = 10
+    buddy_every: AtLeastOne = 10
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.choices import (
+    AtLeastOne,
     Choice,
-    Count,
     Positive,
     Real,
     Section,
@@ -228,8 +228,8 @@ class DataConfig(Section, name="data"):
     today: str | None = None
     packing: Annotated[str, Choice(("windows", "documents"))] = "windows"
     too_long: Annotated[str, Choice(("drop", "truncate", "split"))] | None = None
-    sequence_length: Count = 256
-    microbatch_size: Count = 4
+    sequence_length: AtLeastOne = 256
+    microbatch_size: AtLeastOne = 4
     held_out: Annotated[float, Real(above=True, end=1.0)] = 0.05
     shuffle_seed: Seed = 0
 

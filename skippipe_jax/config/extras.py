@@ -8,7 +8,7 @@ from typing import Any
 from skippipe_sched.errors import InputError
 
 
-def require(module: str, extra: str, field: str, value: Any) -> Any:
+def require_extra(module: str, extra: str, field: str, value: Any) -> Any:
     """Return the module of an optional package, which the extra `extra` installs.
 
     Raises:

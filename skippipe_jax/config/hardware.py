@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config.choices import Choice, Count, NonNegative, Positive, Section
+from skippipe_jax.config.choices import AtLeastOne, Choice, NonNegative, Positive, Section
 from skippipe_jax.config.data import DataConfig
 from skippipe_jax.config.model import ModelConfig
 
@@ -94,8 +94,8 @@ class NodeConfig(Section, name="node"):
 
     SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"fsdp": None}}
 
-    fsdp: Count | None = 1
-    tensor: Count = 1
+    fsdp: AtLeastOne | None = 1
+    tensor: AtLeastOne = 1
     gather: Annotated[str, GATHER] = AUTO
 
     @property
@@ -125,7 +125,7 @@ class NodeConfig(Section, name="node"):
         return NodeMesh(devices // self.tensor, self.tensor)
 
 
-MODES = Choice(("real", "emulate"))
+HARDWARE_MODES = Choice(("real", "emulate"))
 HOPS = Choice(("float32", "bfloat16", "int8"))
 
 
@@ -155,9 +155,11 @@ class NetworkConfig(Section, name="network"):
         deadline_s: seconds to wait for a transfer from another host before the run ends.
     """
 
-    SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {mode: {"mode": mode} for mode in MODES}
+    SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        mode: {"mode": mode} for mode in HARDWARE_MODES
+    }
 
-    mode: Annotated[str, MODES] = "real"
+    mode: Annotated[str, HARDWARE_MODES] = "real"
     emulate_compute: bool = False
     jitter: NonNegative = 0.0
     averaging: Annotated[str, Choice(("auto", "collective", "ring"))] = "auto"

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from skippipe_sched import fields
 
-from skippipe_jax.config.choices import DTYPES, Choice, Count, Positive, Section
+from skippipe_jax.config.choices import DTYPES, AtLeastOne, Choice, Positive, Section
 
 AUTO, XLA, BLOCKWISE, CUDNN, SPLASH = "auto", "xla", "blockwise", "cudnn", "splash"
 SHORT = 256
@@ -108,7 +108,7 @@ class RopeScaling(Section, name="model.rope_scaling"):
     factor: Positive = 8.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
-    original_context: Count = 8192
+    original_context: AtLeastOne = 8192
 
     def __post_init__(self):
         """Reject factors that would divide by zero."""
@@ -167,13 +167,13 @@ class ModelConfig(Section, name="model"):
     """
 
     preset: Annotated[str, Choice(MODEL_PRESETS)] | None = None
-    vocabulary_size: Count = 259
-    width: Count = 256
-    layers: Count = 4
-    heads: Count = 4
-    kv_heads: Count = 4
-    ffn_width: Count = 704
-    context: Count = 256
+    vocabulary_size: AtLeastOne = 259
+    width: AtLeastOne = 256
+    layers: AtLeastOne = 4
+    heads: AtLeastOne = 4
+    kv_heads: AtLeastOne = 4
+    ffn_width: AtLeastOne = 704
+    context: AtLeastOne = 256
     rope_theta: Positive = 10000.0
     rope_scaling: RopeScaling | None = None
     tied_head: bool = False

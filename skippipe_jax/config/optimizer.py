@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from skippipe_sched.problem.averaging import (
+    AVERAGING_MODES,
     DEFAULTS,
     EXACT,
-    MODES,
     WIDTHS,
     AveragingPolicy,
     parse_averaging,
@@ -17,8 +17,8 @@ from skippipe_sched.problem.averaging import (
 
 from skippipe_jax.config.choices import (
     DTYPES,
+    AtLeastOne,
     Choice,
-    Count,
     NonNegative,
     Positive,
     Real,
@@ -51,7 +51,7 @@ class AveragingConfig(Section, name="averaging"):
         exact_steps: first steps in `exact` mode.
     """
 
-    mode: Annotated[str, Choice(MODES)] = EXACT.mode
+    mode: Annotated[str, Choice(AVERAGING_MODES)] = EXACT.mode
     every: int = DEFAULTS["every"]
     fragments: int = DEFAULTS["fragments"]
     delay: int = DEFAULTS["delay"]
@@ -175,7 +175,7 @@ class OptimizerConfig(Section, name="optimizer"):
     learning_rate: NonNegative = 3e-4
     schedule: Annotated[str, Choice(("cosine", "warmup-stable-decay"))] = "cosine"
     warmup_steps: Annotated[int, Whole(0)] = 10
-    decay_steps: Count | None = None
+    decay_steps: AtLeastOne | None = None
     decay_fraction: Annotated[float, Real(above=True, most=1.0)] = 0.2
     decay_shape: Annotated[str, Choice(("linear", "1-sqrt"))] = "linear"
     final_ratio: Annotated[float, Real(most=1.0)] = 0.1

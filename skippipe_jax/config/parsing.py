@@ -432,7 +432,7 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
             if key not in hints:
                 remedy = f"Write {OTHER_TRAINERS_KEYS[key]} instead"
                 raise InputError(f"{prefix}{key}", current[key], "unknown key", remedy)
-        entries = fields.mapping(current, name or "config", hints)
+        entries = fields.checked_mapping(current, name or "config", hints)
         return typing.cast(Any, kind)(
             **{key: _parse(hints[key], entry, prefix + key) for key, entry in entries.items()}
         )

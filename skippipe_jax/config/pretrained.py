@@ -100,7 +100,7 @@ MODEL_CONFIG = "config.json"
 
 # By model_type: names of the one architecture that is supported, and defaults of transformers for
 # keys that config.json may omit.
-FAMILIES: dict[str, dict[str, Any]] = {
+MODEL_FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "mistral": {
         "architectures": ["MistralForCausalLM"],
@@ -180,7 +180,7 @@ def read_model(folder: Path, field: str = MODEL_CONFIG) -> ModelConfig:
         remedy = f"Name a local folder with {MODEL_CONFIG} and safetensors files"
         raise InputError(field, str(folder), problem, remedy + download_remedy(str(folder)))
     content = _load(folder)
-    family = FAMILIES[content["model_type"]]
+    family = MODEL_FAMILIES[content["model_type"]]
     for key, value in (SUPPORTED_VALUES | {"architectures": family["architectures"]}).items():
         if content.get(key) not in (None, value):
             raise _not_supported(path, key, content[key], value)
@@ -217,7 +217,7 @@ def require_no_window(folder: Path, context: int) -> None:
     """Reject a sliding window that is shorter than a sequence of `context` tokens."""
     content, name = _load(folder), f"{folder / MODEL_CONFIG}: sliding_window"
     # A missing key means the default of transformers for the family; null means no window.
-    default_window = FAMILIES[content["model_type"]].get("sliding_window")
+    default_window = MODEL_FAMILIES[content["model_type"]].get("sliding_window")
     window = None if default_window is None else content.get("sliding_window", default_window)
     if window is not None and fields.integer(window, name, 1) < context:
         raise InputError(
@@ -236,8 +236,8 @@ def _load(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(MODEL_CONFIG, str(path), "is not a mapping", "Name the folder of a model")
     family = content.get("model_type")
-    if family is not None and family not in list(FAMILIES):
-        raise _not_supported(path, "model_type", family, *FAMILIES)
+    if family is not None and family not in list(MODEL_FAMILIES):
+        raise _not_supported(path, "model_type", family, *MODEL_FAMILIES)
     return content | {"model_type": family or "llama"}
 
 
@@ -262,7 +262,7 @@ def _read_rope(content: Mapping[str, Any], path: Path) -> tuple[float, RopeScali
             f"{name}.rope_type", kind, "is not supported: only llama3 is", "Choose another model"
         )
     required = LLAMA3_ROPE if kind == "llama3" else ()
-    fields.mapping(rope, name, ROPE | LLAMA3_ROPE.keys(), required)
+    fields.checked_mapping(rope, name, ROPE | LLAMA3_ROPE.keys(), required)
     theta_name = f"{name}.rope_theta" if "rope_theta" in rope else f"{path}: rope_theta"
     theta = fields.number(rope.get("rope_theta", content.get("rope_theta", 10000.0)), theta_name)
     if kind == "default":

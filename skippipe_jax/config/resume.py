@@ -119,11 +119,11 @@ def _as_texts(tree: Mapping[str, Any]) -> dict[str, str]:
     texts = {}
     for path, value in leaves(tree):
         text = value if isinstance(value, str) else json.dumps(value)
-        texts[path] = text if len(text) <= LONGEST_TEXT else digest(value)
+        texts[path] = text if len(text) <= LONGEST_TEXT else json_digest(value)
     return texts
 
 
-def digest(value: Any) -> str:
+def json_digest(value: Any) -> str:
     """Return a short digest of a JSON value, the same on every machine; YAML dates as written."""
     import hashlib  # Slow to load, and not needed for most commands.
 

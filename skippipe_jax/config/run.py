@@ -15,8 +15,8 @@ from skippipe_sched.methods import DEFAULT_METHOD, METHODS
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S
 
 from skippipe_jax.config.choices import (
+    AtLeastOne,
     Choice,
-    Count,
     Positive,
     Real,
     Section,
@@ -56,9 +56,9 @@ class CheckpointConfig(Section, name="checkpoint"):
             slow links need more.
     """
 
-    every: Count = 50
-    keep: Count = 3
-    keep_every: Count | None = None
+    every: AtLeastOne = 50
+    keep: AtLeastOne = 3
+    keep_every: AtLeastOne | None = None
     copy_to: str | None = None
     timeout_s: Positive = 1200.0
 
@@ -128,7 +128,7 @@ class Phase:
     """
 
     from_step: Annotated[int, Whole(0)] = 0
-    path_length: Count | None = None
+    path_length: AtLeastOne | None = None
     max_swaps: Annotated[int, Whole(0)] | None = None
     from_share: Annotated[float, Real(end=1.0)] | None = None
     skipping: Annotated[float, Real(most=1.0)] = 1.0
@@ -172,10 +172,10 @@ class RecipeConfig(Section, name="recipe"):
     """
 
     preset: Annotated[str, Choice(RECIPE_PRESETS)] | None = None
-    full_every: Count | None = None
+    full_every: AtLeastOne | None = None
     phases: tuple[Phase, ...] | None = None
-    redraw_every: Count | None = None
-    redraws: Count = 1
+    redraw_every: AtLeastOne | None = None
+    redraws: AtLeastOne = 1
     longest_redraw: Annotated[float, Real(1.0)] | None = 1.03
 
     def __post_init__(self):
@@ -281,7 +281,7 @@ class TrainConfig(Section, name="train"):
             where other hosts reach it.
     """
 
-    steps: Count = 100
+    steps: AtLeastOne = 100
     metrics_port: Annotated[int, Whole(1, LAST_PORT)] | None = None
 
 
@@ -297,7 +297,7 @@ class LogConfig(Section, name="log"):
 
     tensorboard: bool = False
     wandb: str | None = None
-    profile_steps: tuple[Count, ...] | None = None
+    profile_steps: tuple[AtLeastOne, ...] | None = None
 
     def profiles(self, step: int) -> bool:
         """Return whether the profiler traces the iteration that leads to `step`."""
@@ -317,9 +317,9 @@ class ValidationConfig(Section, name="validation"):
         patience: end the run after this number of validations in a row without improvement.
     """
 
-    every: Count | None = None
-    sequences: Count = 64
-    patience: Count | None = None
+    every: AtLeastOne | None = None
+    sequences: AtLeastOne = 64
+    patience: AtLeastOne | None = None
 
     def __post_init__(self):
         """Reject a `patience` without validations."""

@@ -37,7 +37,7 @@ HostCount = Annotated[int, Meta(ge=0, lt=1 << 16)]
 _UNPRINTABLE = {code: None for code in [*range(32), 127]}
 
 
-def printable(text: str) -> str:
+def ascii_text(text: str) -> str:
     """Return a text as ASCII, without control characters that a terminal would interpret."""
     return text.encode("ascii", "backslashreplace").decode().translate(_UNPRINTABLE)
 
@@ -149,7 +149,7 @@ class Hello:
             case {"protocol": protocol, **own} if protocol == PROTOCOL:
                 hello = msgspec.convert(own, cls)
                 require_below(hello.places, hello.host)
-                name, address = printable(hello.name), require_numeric(hello.address)
+                name, address = ascii_text(hello.name), require_numeric(hello.address)
                 return replace(hello, name=name, address=address)
         raise ValueError("the protocol differs")
 
@@ -222,7 +222,7 @@ class Welcome:
         require_below(hosts, welcome.host, *welcome.addresses)
         for address in welcome.addresses.values():
             require_numeric(address)
-        return replace(welcome, name=printable(welcome.name))
+        return replace(welcome, name=ascii_text(welcome.name))
 
 
 def other_protocol(theirs: Any, host: int) -> InputError:

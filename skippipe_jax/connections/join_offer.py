@@ -19,7 +19,7 @@ from skippipe_jax.connections.hello import (
     HostCount,
     HostNumber,
     ShortText,
-    printable,
+    ascii_text,
     require_below,
 )
 
@@ -120,7 +120,7 @@ class JoinOffer(msgspec.Struct, frozen=True):
         names = {file.name for file in offer.files}
         if len(names) < len(offer.files):
             raise ValueError("two files have the same name")
-        if any(name != printable(name) for name in names):
+        if any(name != ascii_text(name) for name in names):
             raise ValueError("the name of a file is not printable")
         return offer
 

@@ -21,7 +21,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_jax.connections.directory import Directory
 from skippipe_jax.connections.hello import PROTOCOL, Hello, Texts, other_protocol
 from skippipe_jax.connections.join_offer import JoinOffer
-from skippipe_jax.connections.link_probe import MOST_QUESTIONS, SIZES, answer
+from skippipe_jax.connections.link_probe import MOST_QUESTIONS, SIZES, answer_probe
 from skippipe_jax.connections.links import HELLO_S, Link
 from skippipe_jax.connections.status import RunStatus
 from skippipe_jax.connections.threads import DaemonThreads
@@ -168,7 +168,7 @@ async def _serve_joiner(
                     if not await link.drained(ASKS_S):
                         return None
             case ["take" | "give" as direction, int(size)] if 0 <= size <= SIZES[-1]:
-                if not await answer(link, direction, size):
+                if not await answer_probe(link, direction, size):
                     return None
             case _:
                 return None

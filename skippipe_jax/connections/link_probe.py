@@ -119,7 +119,7 @@ async def _asked(link: Link, direction: str, size: int) -> float:
     return time.perf_counter() - began_s
 
 
-async def answer(link: Link, direction: str, size: int) -> bool:
+async def answer_probe(link: Link, direction: str, size: int) -> bool:
     """Receive `size` bytes from a joiner, or send them; return False if that fails or is late."""
     try:
         async with asyncio.timeout(PATIENCE_S):

@@ -23,7 +23,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DataConfig, DocumentSource
 from skippipe_jax.config.data import BYTES, HELD_OUT_PARTS, TOKENIZER_FOLDER
-from skippipe_jax.data.corpus import Corpus, part_of, read_corpus
+from skippipe_jax.data.corpus import Corpus, documents_of_part, read_corpus
 from skippipe_jax.data.documents import local_path, require_disjoint
 from skippipe_jax.data.rows import (
     IGNORED_TARGET,
@@ -33,7 +33,7 @@ from skippipe_jax.data.rows import (
     Rows,
     TokenizedDocuments,
     Windows,
-    cut,
+    cut_documents,
 )
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -218,7 +218,10 @@ def _rows_held_out(config: DataConfig, part: str, domain: str | None = None) -> 
             continue
         documents, label = corpus.held_out, "held-out"
         if part != "all":
-            documents, purpose = part_of(documents, part), f"for {part} of the domain {name}"
+            documents, purpose = (
+                documents_of_part(documents, part),
+                f"for {part} of the domain {name}",
+            )
             _require_a_sequence(config, f"the held-out text {purpose}", documents)
             label = f"held-out, {purpose}"
         rows.append(_rows(config, source, label, documents))
@@ -319,7 +322,7 @@ def _treatment(config: DataConfig, documents: TokenizedDocuments) -> str:
 
 
 def _pieces(config: DataConfig, documents: TokenizedDocuments) -> Pieces:
-    return cut(documents, config.sequence_length, _treatment(config, documents))
+    return cut_documents(documents, config.sequence_length, _treatment(config, documents))
 
 
 def _treatments_unless_split(config: DataConfig, corpora: Sequence[Corpus]) -> list[str] | None:

@@ -172,7 +172,7 @@ PRIORS_FRACTION = 0.25
 """Approximate fraction of the held-out documents on which priors are estimated."""
 
 
-def part_of(documents: TokenizedDocuments, part: str) -> TokenizedDocuments:
+def documents_of_part(documents: TokenizedDocuments, part: str) -> TokenizedDocuments:
     """Return the documents of the part `priors` or `scores`, as a copy in memory.
 
     A document belongs to one part as a whole, by a hash of its tokens alone, so equal documents are

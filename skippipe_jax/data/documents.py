@@ -23,7 +23,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DocumentSource
 from skippipe_jax.config.data import CONVERSATIONS
-from skippipe_jax.config.extras import require
+from skippipe_jax.config.extras import require_extra
 
 _SUFFIXES = {
     "python": (".py", ".txt", ".rst", ".md"),
@@ -283,8 +283,8 @@ def _document_of_row(source: DocumentSource, where: str, row: dict[str, Any]) ->
 
 
 def _read_parquet(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
-    arrow = require("pyarrow", "data", *source.origin)
-    parquet = require("pyarrow.parquet", "data", *source.origin)
+    arrow = require_extra("pyarrow", "data", *source.origin)
+    parquet = require_extra("pyarrow.parquet", "data", *source.origin)
     with system.open(file, "rb") as opened:
         try:
             table = parquet.ParquetFile(opened)

@@ -88,7 +88,7 @@ class Pieces:
     left_out: int
 
 
-def cut(documents: TokenizedDocuments, length: int, too_long: str) -> Pieces:
+def cut_documents(documents: TokenizedDocuments, length: int, too_long: str) -> Pieces:
     """Return the pieces of all documents for rows of `length` tokens.
 
     A document that fits into a row is one piece. A longer one is left out (`too_long` is "drop"),

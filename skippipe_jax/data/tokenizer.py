@@ -22,7 +22,7 @@ from skippipe_jax.config.data import (
     TOKENIZER,
     tokenizer_path,
 )
-from skippipe_jax.config.extras import require
+from skippipe_jax.config.extras import require_extra
 from skippipe_jax.config.pretrained import download_remedy
 
 CONFIG = "tokenizer_config.json"
@@ -99,7 +99,7 @@ class HuggingFaceTokenizer:
         Raises:
             InputError: if they cannot be read, or no token marks the end of a document.
         """
-        package = require("tokenizers", "hf", field, str(file))
+        package = require_extra("tokenizers", "hf", field, str(file))
         content = fields.read_text(file, field)
         refuse = functools.partial(InputError, field, str(file))
         try:
@@ -232,7 +232,7 @@ def write_byte_tokenizer(folder: Path, field: str) -> None:
     Raises:
         InputError: naming `field`, if the package is missing.
     """
-    package = require("tokenizers", "hf", field, str(folder))
+    package = require_extra("tokenizers", "hf", field, str(folder))
     byte_level = package.pre_tokenizers.ByteLevel
     # Bytes that are not printable are written as characters beyond Latin-1, in order.
     characters = sorted(byte_level.alphabet())
@@ -270,7 +270,7 @@ def encode_documents(
     encoded in pieces that begin with a line, which does not change the tokens if no token crosses
     the end of a line.
     """
-    pieces = [list(cut(text)) for text in texts]
+    pieces = [list(text_pieces(text)) for text in texts]
     encoded = tokenizer.encode_batch([piece for of_text in pieces for piece in of_text])
     first = np.cumsum([0, *map(len, pieces)])[:-1]
     lengths = np.add.reduceat([len(one) for one in encoded], first).astype(np.int64) + 2
@@ -284,7 +284,7 @@ def encode_documents(
     return tokens, ends
 
 
-def cut(text: Any) -> Iterator[Any]:
+def text_pieces(text: Any) -> Iterator[Any]:
     """Yield the text in pieces; each but the first begins with a line."""
     start = 0
     while isinstance(text, str) and len(text) - start > _PIECE:

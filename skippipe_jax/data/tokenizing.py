@@ -20,7 +20,7 @@ from skippipe_sched.errors import InputError
 from tqdm import tqdm
 
 from skippipe_jax.config import DocumentSource
-from skippipe_jax.config.extras import require
+from skippipe_jax.config.extras import require_extra
 from skippipe_jax.data.chat import message_texts
 from skippipe_jax.data.corpus import cut_in_two, encode, groups, place_of
 from skippipe_jax.data.documents import Document, read_documents, require_disjoint
@@ -29,8 +29,8 @@ from skippipe_jax.data.token_shards import PARTS, PartWriter, TokenIndex, write_
 from skippipe_jax.data.tokenizer import (
     MARKS,
     Tokenizer,
-    cut,
     load_tokenizer,
+    text_pieces,
     token_dtype,
     write_tokenizer,
 )
@@ -44,7 +44,7 @@ def train_bpe(
     Raises:
         InputError: if a document is not UTF-8, or the package is missing.
     """
-    package = require("tokenizers", "hf", "--train-bpe", vocabulary_size)
+    package = require_extra("tokenizers", "hf", "--train-bpe", vocabulary_size)
     byte_level = package.pre_tokenizers.ByteLevel
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
@@ -55,7 +55,9 @@ def train_bpe(
         initial_alphabet=byte_level.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    pieces = (piece for document, source in documents for piece in cut(_text(document, source)))
+    pieces = (
+        piece for document, source in documents for piece in text_pieces(_text(document, source))
+    )
     tokenizer.train_from_iterator(pieces, trainer)
     folder.mkdir(parents=True)
     write_tokenizer(tokenizer, folder)

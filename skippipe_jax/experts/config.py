@@ -14,8 +14,8 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import MixtureConfig
 from skippipe_jax.config.choices import (
+    AtLeastOne,
     Choice,
-    Count,
     Positive,
     Real,
     Section,
@@ -67,7 +67,7 @@ class SeedsConfig(Section, name="seeds"):
         init_from: existing models to use as seeds, by size, as `init_from` of a run.
     """
 
-    steps: Count = 300
+    steps: AtLeastOne = 300
     run: dict = field(default_factory=dict)
     init_from: dict[str, str] = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ class ProbeConfig(Section, name="probe"):
     """
 
     size: str | None = None
-    steps: Count = 20
+    steps: AtLeastOne = 20
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ class EvaluationConfig(Section, name="evaluation"):
         batch_size: sequences in a batch.
     """
 
-    sequences: Count = 64
-    prior_sequences: Count = 100
+    sequences: AtLeastOne = 64
+    prior_sequences: AtLeastOne = 100
     decay: Annotated[float, Real(above=True, end=1.0)] = 0.3
-    batch_size: Count = 16
+    batch_size: AtLeastOne = 16
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class ExpertsConfig(Section, name=""):
     folder: str = "runs/experts"
     seed: Seed = 0
     prepare: str | None = None
-    at_once: Count = 2
+    at_once: AtLeastOne = 2
     run: dict = field(default_factory=dict)
     domains: tuple[MixtureConfig, ...] = ()
     outside: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from skippipe_jax.experts.members import MemberFactory
 from skippipe_jax.experts.tasks import Scored, Workspace
 
 
-def measured(place: Workspace) -> dict[str, float]:
+def measured_losses(place: Workspace) -> dict[str, float]:
     """Return the loss [nats per token] of each domain's probe on it, after the probes are scored.
 
     The loss is on the text for priors, so that no choice depends on the text of the reported

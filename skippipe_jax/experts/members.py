@@ -13,7 +13,7 @@ import numpy as np
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, parse_config
-from skippipe_jax.config.resume import digest as digest_of
+from skippipe_jax.config.resume import json_digest
 from skippipe_jax.experts.config import (
     AVERAGED,
     DENSE,
@@ -55,7 +55,7 @@ class Member:
     def digest(self) -> str:
         """Digest of the settings of this run and its ancestors, for file names."""
         parent = self.parent.digest if isinstance(self.parent, Member) else self.parent
-        return digest_of([self.tree, parent])
+        return json_digest([self.tree, parent])
 
     @property
     def steps(self) -> int:

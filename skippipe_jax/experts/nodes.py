@@ -16,7 +16,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import load_plan
 from skippipe_sched.search.budget import Search
 
-from skippipe_jax.config.resume import digest as digest_of
+from skippipe_jax.config.resume import json_digest
 from skippipe_jax.experts.config import ExpertsConfig, NodesConfig
 from skippipe_jax.experts.members import Arm, Member, MemberFactory
 from skippipe_jax.experts.tasks import Workspace
@@ -118,7 +118,7 @@ def division_path(place: Workspace, arm: Arm) -> Path:
     nodes = place.config.nodes
     assert nodes is not None
     lanes = [asdict(lane) for lane in lanes_of(place.config, arm)]
-    digest = digest_of([lanes, _source(place.config, nodes), nodes.budget_s, place.config.seed])
+    digest = json_digest([lanes, _source(place.config, nodes), nodes.budget_s, place.config.seed])
     return place.folder / DIVISION / f"{digest}.json"
 
 
@@ -132,7 +132,7 @@ def _save_division(place: Workspace, arm: Arm, division: Division) -> None:
     for part in division.parts:
         for training, plan in zip(part.lane.trainings, part.plans, strict=True):
             written = plan.to_json()
-            name = f"{digest_of(written)}.json"
+            name = f"{json_digest(written)}.json"
             atomic_write(path.parent / name, json.dumps(written))
             names[training.name] = str(Path(place.config.folder, path.parent.name, name))
     atomic_write(path, json.dumps({"plans": names, **division.to_json()}, indent=1))

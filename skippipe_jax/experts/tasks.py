@@ -15,7 +15,7 @@ from skippipe_sched import fields
 from skippipe_jax.campaign.running import Command, thread_environment
 from skippipe_jax.config import DataConfig, MixtureConfig
 from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
-from skippipe_jax.config.resume import digest as digest_of
+from skippipe_jax.config.resume import json_digest
 from skippipe_jax.experts.config import ExpertsConfig
 from skippipe_jax.experts.members import PROBE, Member, mixture_entry
 from skippipe_jax.inference.scores import Scores
@@ -93,7 +93,7 @@ class Scored:
     @cached_property
     def digest(self) -> str:
         """Digest of everything that its scores depend on."""
-        return digest_of([[member.digest for member in self.members], self.asked])
+        return json_digest([[member.digest for member in self.members], self.asked])
 
     @property
     def needs(self) -> Collection[str]:

@@ -173,7 +173,7 @@ def _require_text(place: Workspace, members: Iterable[Member]) -> Texts:
 def probed(place: Workspace) -> dict[str, float]:
     """Return the difficulty of each domain, measured if it has not been."""
     _run(place, probings(place))
-    losses = difficulty.measured(place)
+    losses = difficulty.measured_losses(place)
     atomic_write(place.folder / DIFFICULTY, json.dumps(losses, indent=1) + "\n")
     return losses
 
@@ -269,7 +269,7 @@ def _known_difficulty(place: Workspace) -> dict[str, float] | None:
     if not place.config.is_probed:
         return None
     _require_done(probings(place))
-    return difficulty.measured(place)
+    return difficulty.measured_losses(place)
 
 
 def _known_arms(place: Workspace, hard: Mapping[str, float] | None) -> list[Arm]:

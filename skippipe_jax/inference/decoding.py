@@ -363,7 +363,7 @@ def run_stage(
         (x, cache), (layer, block_parameters, factors) = carry, block_inputs
         block: Block = nnx.merge(of_block, block_parameters)
         normed = block.attention_norm(x)
-        added, cache = attend(block, normed, cache, layer, by, positions, slot)
+        added, cache = attend_cached(block, normed, cache, layer, by, positions, slot)
         x = x + times(added, factors, 0)
         return (x + times(block.feed_forward(block.ffn_norm(x)), factors, 1), cache), None
 
@@ -380,7 +380,7 @@ def run_stage(
     return x, cache
 
 
-def attend(
+def attend_cached(
     block: Block,
     x: Float[Array, "row time width"],
     cache: list[KVPage],

@@ -29,10 +29,10 @@ from tqdm import tqdm
 
 from skippipe_jax.config import DataConfig, ModelConfig
 from skippipe_jax.config.data import BYTES, CHAT_TEMPLATE
-from skippipe_jax.config.extras import require
+from skippipe_jax.config.extras import require_extra
 from skippipe_jax.config.pretrained import (
-    FAMILIES,
     LLAMA3_ROPE,
+    MODEL_FAMILIES,
     SIZES,
     SUPPORTED_VALUES,
     read_model,
@@ -133,7 +133,7 @@ def config_json(
     return {
         # A Mistral that can be trained here is a Llama.
         "model_type": "llama",
-        **FAMILIES["llama"],
+        **MODEL_FAMILIES["llama"],
         **{key: value for key, value in SUPPORTED_VALUES.items() if value is not None},
         **{theirs: getattr(model, ours) for theirs, ours in SIZES.items()},
         "head_dim": model.head_width,
@@ -324,8 +324,8 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _safetensors() -> ModuleType:
-    require("safetensors.numpy", "hf", "weights", "safetensors")
-    return require("safetensors", "hf", "weights", "safetensors")
+    require_extra("safetensors.numpy", "hf", "weights", "safetensors")
+    return require_extra("safetensors", "hf", "weights", "safetensors")
 
 
 # Writing weights.

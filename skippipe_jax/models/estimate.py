@@ -80,7 +80,7 @@ def planned_case_and_visits(config: Config, config_folder: Path) -> tuple[Case, 
     return case, length * sum(case.microbatches)
 
 
-def to_json(
+def estimate_json(
     config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffic
 ) -> dict[str, Any]:
     """Return all figures by name, in bytes."""

@@ -62,7 +62,7 @@ class ModelCut:
         return self.bytes[self.fullest] <= self.usable_bytes[self.fullest]
 
 
-def devices_of(text: str) -> list[float]:
+def parse_devices(text: str) -> list[float]:
     """Return the bytes of each device: of 3x24GB, of 2x80GB,24GB, or of the nodes of a case file.
 
     Raises:
@@ -143,7 +143,7 @@ def fewest_devices(config: Config, size: float) -> int | None:
     return next((n for n in counts if cut_into(config, [size] * n, n).fits), None)
 
 
-def answer(configured: Callable[[str | None], Config], devices: Sequence[float]) -> str:
+def describe_fit(configured: Callable[[str | None], Config], devices: Sequence[float]) -> str:
     """Describe whether a model fits on devices, in which partition, and what each remedy saves.
 
     `configured` returns the configuration, with an override or (None) without.

@@ -38,7 +38,7 @@ RoundingSeed = UInt32[np.ndarray, "2"] | UInt32[Array, "2"]
 """Seed of the run, and number of a stage's first block."""
 
 
-def rounds(*trees: PyTree) -> bool:
+def rounds_stochastically(*trees: PyTree) -> bool:
     """Return whether some array in the trees is bfloat16, and thus rounded stochastically."""
     return any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(trees))
 

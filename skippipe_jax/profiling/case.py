@@ -388,7 +388,7 @@ def _configured_case(config: Config) -> Mapping[str, Any]:
     if plan.file is not None:
         return load_plan(Path(plan.file)).case.source
     case = fields.load_yaml(Path(plan.case), "case") if isinstance(plan.case, str) else plan.case
-    return fields.mapping(case or {}, "plan.case", (*NOT_MEASURED, *REQUIRED, *OPTIONAL))
+    return fields.checked_mapping(case or {}, "plan.case", (*NOT_MEASURED, *REQUIRED, *OPTIONAL))
 
 
 def stage_count(config: Config, nodes: int) -> int:

@@ -155,7 +155,7 @@ class LinkMeasurement:
 
         # All latencies first, while the network is idle.
         for measure in (measure_latency, measure_bandwidth):
-            for source, target in rounds(self._host, others + 1):
+            for source, target in measuring_rounds(self._host, others + 1):
                 jobs: dict[_LinkProbe, Callable[[_LinkProbe], None]] = {}
                 if source is not None:
                     jobs[self._probes[source]] = measure
@@ -290,7 +290,7 @@ def connection_rates(
     return rates
 
 
-def rounds(host: int, hosts: int) -> Iterator[tuple[int | None, int | None]]:
+def measuring_rounds(host: int, hosts: int) -> Iterator[tuple[int | None, int | None]]:
     """Yield for each round the host whose link `host` measures, and the host that it serves."""
     for distance in range(1, hosts):
         source, target = (host - distance) % hosts, (host + distance) % hosts

@@ -11,7 +11,7 @@ from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.timing.hops import Queues
 from skippipe_sched.timing.jitter import draw_time_factors
 from skippipe_sched.timing.replay import Work
-from skippipe_sched.timing.steady import beside_hops_s
+from skippipe_sched.timing.steady import ring_beside_hops_s
 
 from skippipe_jax.config import NetworkConfig
 
@@ -65,5 +65,5 @@ class Emulation:
         case, nodes = self.plan.case, self.plan.stages[stage]
         if case.leaves_location(nodes) and not case.averaging.is_outer:
             end_s = max(self.queues.all_left_s(node, end_s) for node in nodes)
-        planned_s = beside_hops_s(self.work, stage)
+        planned_s = ring_beside_hops_s(self.work, stage)
         return end_s + planned_s * self.stretch.averagings.item(stage)

@@ -104,7 +104,7 @@ class OuterSteps:
         return len(self._topology.replicas[self._topology.stage_of[replica]]) == 1
 
 
-def settle(config: Config, layers: int, state: StageState, step: int) -> None:
+def settle_fragments(config: Config, layers: int, state: StageState, step: int) -> None:
     """Apply or take back a replica's fragments in transit, when the hosts of the run have changed.
 
     A fragment committed with `step`, or before, has all its messages on every remaining replica. It

@@ -36,7 +36,7 @@ from skippipe_jax.runtime.held_out import HeldOut
 from skippipe_jax.runtime.live import ExactIteration
 from skippipe_jax.runtime.operations import HeldOutOperations, TrainingOperations
 from skippipe_jax.runtime.outer_iteration import OuterIteration
-from skippipe_jax.runtime.outer_steps import OuterSteps, settle
+from skippipe_jax.runtime.outer_steps import OuterSteps, settle_fragments
 from skippipe_jax.runtime.replicas import Replicas, open_collectives
 from skippipe_jax.runtime.stage_functions import activation, wire_of_run
 from skippipe_jax.runtime.stage_rebuild import NO_RECOVERY_SOURCES, RecoverySources
@@ -286,7 +286,7 @@ def open_runtime(
     plan = schedule.plans[OWN]
     cut = config.model.stage_partition(len(plan.stages))
     for (stage, _), state in (kept or {}).items():
-        settle(config, cut[stage], state, step)
+        settle_fragments(config, cut[stage], state, step)
     topology = Topology.of(
         config, plan, group.index, host_of, kinds, in_one_jax=group.is_distributed
     )

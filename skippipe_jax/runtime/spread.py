@@ -101,7 +101,7 @@ def devices_of(sharding: Sharding) -> Sequence[jax.Device]:
     return list(sharding.device_set)
 
 
-def parts_of(array: jax.Array) -> list[jax.Array]:
+def shards_of(array: jax.Array) -> list[jax.Array]:
     """Return the shards of an array in the order of devices; only one if it is replicated."""
     if len(array.sharding.device_set) == 1:
         return [array]

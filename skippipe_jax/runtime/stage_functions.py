@@ -179,7 +179,7 @@ def stage_functions(
         updates, new_state = transformation.update(mean, wide_state, wide, is_skipped=is_skipped)
         added = optax.apply_updates(wide, updates)
         updated = optax.tree.where(is_skipped, wide, added), new_state
-        if rounding.rounds(held):
+        if rounding.rounds_stochastically(held):
             assert draw is not None, "stochastic rounding without a seed"
             updated = rounding.rounded_like(updated, held, draw, update_count(optimizer_state))
         return updated[0], stored(updated[1]), zero_gradients(parameters)

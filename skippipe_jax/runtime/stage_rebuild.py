@@ -84,13 +84,13 @@ def rebuilt(
     if made.by == AVERAGE:
         norms, stage = remains.squared_norms, made.stage
         weights = (1.0, 1.0) if norms is None else (norms[stage - 1], norms[stage + 1])
-        return averaged(shapes, sources, weights, remains.updates)
+        return averaged_stage(shapes, sources, weights, remains.updates)
     state = unpacked(np.concatenate(sources[0]), dict(shapes))
     counted = with_count(state["optimizer_state"], remains.updates)
     return {**state, "optimizer_state": counted}
 
 
-def averaged(
+def averaged_stage(
     shapes: StateTree,
     neighbors: Sequence[Sequence[np.ndarray]],
     squared_norms: tuple[float, float],

@@ -25,7 +25,7 @@ from skippipe_sched.serving.case import FRONT
 from skippipe_jax import log
 from skippipe_jax.config import to_tree
 from skippipe_jax.connections.addresses import join_address, listening_socket, require_numeric
-from skippipe_jax.connections.hello import printable, refuse
+from skippipe_jax.connections.hello import ascii_text, refuse
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.connections.links import LINE_BYTES, Link, Tasks, each_in_a_task
 from skippipe_jax.connections.waiting import telling
@@ -184,7 +184,7 @@ class Member:
 
     def __str__(self) -> str:
         """Return its number and name."""
-        return f"host {self.host} ({printable(self.hello.name)})"
+        return f"host {self.host} ({ascii_text(self.hello.name)})"
 
 
 class StageHosts:

@@ -15,7 +15,7 @@ from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.inference.token_sampling import TokenScores
 from skippipe_jax.serving.hosts import RouteFailed, StageHosts
 from skippipe_jax.serving.local_stages import ActivationCodec
-from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_of, stages_of
+from skippipe_jax.serving.routing import DATA_STAGE, Route, route_parts, stages_of
 
 MAX_IN_FLIGHT = 4
 """Most spans of prompts in flight while the next one is sent."""
@@ -127,7 +127,7 @@ class RoutedExecutor(StageExecutor):
         x = self.forward(DATA_STAGE, step.tokens, step)
         lost = {*self.order} - {DATA_STAGE, *stages_of(route)}
         skipped = [sorted(stages | lost) for stages in self.skipped_by(step)]
-        place, parts = x.sharding, parts_of(route)
+        place, parts = x.sharding, route_parts(route)
         for number, part in enumerate(parts):
             if part[0].host == FRONT:
                 x = self.follow(part[0].stages, x, step, skipped)

@@ -52,7 +52,7 @@ def via_front(route: Route, is_avoided: Callable[[int, int], bool]) -> Route:
     return tuple(legs)
 
 
-def parts_of(route: Route) -> list[Route]:
+def route_parts(route: Route) -> list[Route]:
     """Split a route into visits of the front and the runs of visits between them."""
     parts: list[Route] = []
     for is_front, legs in groupby(route, lambda leg: leg.host == FRONT):

@@ -31,7 +31,7 @@ def ask(url: str, key_file: Path | None) -> dict[str, Any]:
         request = urllib.request.Request(path, headers=headers)
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             status = json.load(answer)
-        status_text(status)  # Raises if the answer is not from a service of skippipe.
+        service_status_text(status)  # Raises if the answer is not from a service of skippipe.
         return status
     except urllib.error.HTTPError as error:
         problem = f"the service answered with status {error.code}"
@@ -51,7 +51,7 @@ def _no_service(url: str, problem: str, remedy: str | None) -> InputError:
     return InputError("ADDRESS", url, problem, remedy)
 
 
-def status_text(status: dict[str, Any]) -> str:
+def service_status_text(status: dict[str, Any]) -> str:
     """Return the status of a service as text."""
     held = {stage for host in status["hosts"] for stage in host["stages"]}
     lost = [str(stage) for stage in range(status["stages"]) if stage not in held]

@@ -181,7 +181,7 @@ def replica_name(stage: int, place: int) -> str:
     return f"replica_{stage}_{place}"
 
 
-def part_of(name: str) -> str:
+def checkpoint_part(name: str) -> str:
     """Return the part to which a file belongs: the folder of a stage or replica, or itself."""
     return name.split("/")[0]
 
@@ -262,11 +262,11 @@ def require_intact(checkpoint: Checkpoint, part: str) -> None:
     if part in checkpoint.intact:
         return
     files = checkpoint.record.files
-    recorded = {name: expected for name, expected in files.items() if part_of(name) == part}
+    recorded = {name: expected for name, expected in files.items() if checkpoint_part(name) == part}
     # COMMITTED lists no file of this part: report its folder as missing.
     for name, expected in (recorded or {part: "no files"}).items():
         path = checkpoint.folder / name
-        actual = digest(path) if path.is_file() else "missing"
+        actual = file_digest(path) if path.is_file() else "missing"
         if actual != expected:
             raise CorruptCheckpoint(
                 checkpoint.step,
@@ -277,7 +277,7 @@ def require_intact(checkpoint: Checkpoint, part: str) -> None:
             )
 
 
-def digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """Return size and sha1 of a file, the fastest hash, to detect accidental damage."""
     with path.open("rb") as file:
         sha1 = hashlib.file_digest(file, lambda: hashlib.sha1(usedforsecurity=False)).hexdigest()

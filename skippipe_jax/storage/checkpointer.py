@@ -28,12 +28,12 @@ from skippipe_jax.storage.checkpoint import (
     DATA,
     CheckpointItems,
     CommitRecord,
+    checkpoint_part,
     commit,
     committed_steps,
-    digest,
+    file_digest,
     is_committed,
     open_checkpoint,
-    part_of,
     pending_folder,
     remove,
     remove_unfinished,
@@ -288,7 +288,7 @@ class Checkpointer:
 
     def _commit(self, pending: Path, record: CommitRecord) -> None:
         """Commit a checkpoint if it is complete; remove old ones and start the copy."""
-        written, expected = {part_of(name) for name in record.files}, record.parts()
+        written, expected = {checkpoint_part(name) for name in record.files}, record.parts()
         if written != expected:
             raise RuntimeError(f"hosts wrote {sorted(written)}, expected {sorted(expected)}")
 
@@ -395,7 +395,7 @@ def _complete_part(
     paths += [path for name in parts for path in (folder / name).rglob("*") if path.is_file()]
     folders = {folder / above for path in paths for above in path.relative_to(folder).parents}
     synchronize(*paths, *folders)
-    return {path.relative_to(folder).as_posix(): digest(path) for path in paths}
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in paths}
 
 
 def _attempt_write(act: Callable[[], T]) -> T:

@@ -173,6 +173,6 @@ def _is_of_a_run(name: str) -> bool:
 def _joined(folder: Path) -> Mapping[str, Any]:
     record = fields.load_json(folder / JOINED, JOINED)
     names = ("run", "addresses")
-    record = fields.mapping(record, JOINED, names, names)
+    record = fields.checked_mapping(record, JOINED, names, names)
     fields.sequence(record["addresses"], f"{JOINED}.addresses", minimum_length=0)
     return record

@@ -128,7 +128,7 @@ def _load(path: Path, plan: Plan) -> Recording:
     """Read and check a recording."""
     field = "/".join(path.parts[-3:])
     names = ("runs", "averagings")
-    content = fields.mapping(fields.load_json(path, field), field, names, names)
+    content = fields.checked_mapping(fields.load_json(path, field), field, names, names)
     runs = _rows(content["runs"], f"{field}.runs", 6)
     averagings = _rows(content["averagings"], f"{field}.averagings", 3)
     return Recording(

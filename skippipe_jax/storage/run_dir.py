@@ -305,7 +305,7 @@ class RunDir:
         if not path.exists():
             return None
         names = ("init_from", "folder", "step", "checkpoint", "config", "parent")
-        parent = fields.mapping(fields.load_json(path, str(path)), str(path), names, names)
+        parent = fields.checked_mapping(fields.load_json(path, str(path)), str(path), names, names)
         fields.integer(parent["step"], f"{path}: step", 0)
         return parent
 
@@ -381,7 +381,7 @@ class RunDir:
         path = self.path / STARTED
         if not path.exists():
             return config
-        started = fields.mapping(fields.load_json(path, str(path)), str(path), ["folder"])
+        started = fields.checked_mapping(fields.load_json(path, str(path)), str(path), ["folder"])
         folder = fields.text(started.get("folder"), f"{path}: folder")
         if folder == os.getcwd():
             return config

@@ -35,7 +35,7 @@ from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.interop import huggingface
 from skippipe_jax.runtime.runtime import Ready
 from skippipe_jax.runtime.state import StateTree
-from skippipe_jax.storage.checkpoint import COMMITTED, Checkpoint, digest, open_checkpoint
+from skippipe_jax.storage.checkpoint import COMMITTED, Checkpoint, file_digest, open_checkpoint
 from skippipe_jax.storage.loading import load_stage_numpy
 from skippipe_jax.storage.restore import every_stage, latest_intact, verify
 from skippipe_jax.storage.run_dir import RunDir
@@ -97,8 +97,8 @@ class RunWeights:
             "init_from": self.init_from,
             "folder": os.path.realpath(self.folder),
             "step": self.checkpoint.step,
-            "checkpoint": digest(self.checkpoint.folder / COMMITTED),
-            "config": digest(self.folder / CONFIG),
+            "checkpoint": file_digest(self.checkpoint.folder / COMMITTED),
+            "config": file_digest(self.folder / CONFIG),
             "parent": RunDir(self.folder).parent(),
         }
 
@@ -151,7 +151,10 @@ def open_run_weights(init_from: str, recorded: Mapping[str, Any] | None = None) 
         problem = f"{error.problem} ({error.field} = {error.value})"
         raise InputError("init_from", init_from, problem, error.remedy) from error
     weights = RunWeights(init_from, folder, config, checkpoint)
-    if recorded is not None and digest(checkpoint.folder / COMMITTED) != recorded["checkpoint"]:
+    if (
+        recorded is not None
+        and file_digest(checkpoint.folder / COMMITTED) != recorded["checkpoint"]
+    ):
         raise InputError(
             "init_from",
             init_from,

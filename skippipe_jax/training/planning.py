@@ -13,7 +13,7 @@ from skippipe_sched.methods import DEFAULT_METHOD
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.open_case import candidates, load_cases
 from skippipe_sched.problem.plan import Plan, load_plan
-from skippipe_sched.problem.rules import require
+from skippipe_sched.problem.rules import require_rules
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S, Search
 
 from skippipe_jax import log
@@ -96,7 +96,7 @@ def plan_of(config: Config, config_folder: Path) -> Plan:
         InputError: if it names neither a plan nor a case, or the plan breaks a rule of its case.
     """
     if config.plan.file is not None:
-        return require(load_plan(Path(config.plan.file)))
+        return require_rules(load_plan(Path(config.plan.file)))
     return _planned(config.plan, configured_cases(config, config_folder), "plan.case")
 
 

@@ -105,7 +105,7 @@ class HeldState:
     remains: RecoverySources = NO_RECOVERY_SOURCES
 
 
-def first_state(setup: RunSetup) -> HeldState:
+def first_held_state(setup: RunSetup) -> HeldState:
     """Return the state with which a host starts or resumes a run."""
     step = 0 if setup.checkpoint is None else setup.checkpoint.step
     return HeldState(step, setup.agreed.microbatches_read, checkpoint=setup.checkpoint)

@@ -25,7 +25,7 @@ from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import Config, DataConfig, StagePartition, require_same_run
 from skippipe_jax.config.data import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.config.model import PLATFORM_OF
-from skippipe_jax.config.resume import digest, settings
+from skippipe_jax.config.resume import json_digest, settings
 from skippipe_jax.data.batches import Batch, TrainingBatches, check_vocabulary, tokenizer_of
 from skippipe_jax.data.chat import template_warning
 from skippipe_jax.data.documents import require_outside
@@ -640,7 +640,7 @@ def _receive_from_leader(config: Config, host: Membership) -> tuple[Schedule, li
 
 
 def _digest_of_plans(schedule: Schedule) -> str:
-    return digest({name: plan.to_json() for name, plan in sorted(schedule.plans.items())})
+    return json_digest({name: plan.to_json() for name, plan in sorted(schedule.plans.items())})
 
 
 def open_text(

@@ -28,7 +28,7 @@ from skippipe_jax.training.elastic.runner import ElasticRunner
 from skippipe_jax.training.metrics import CompilationCounter
 from skippipe_jax.training.planning import with_plan
 from skippipe_jax.training.preemption import STOPPING, Preemption
-from skippipe_jax.training.session import RunContext, Session, first_state
+from skippipe_jax.training.session import RunContext, Session, first_held_state
 from skippipe_jax.training.setup import HostSetup, setup_rejoining_host, setup_run
 
 
@@ -285,7 +285,7 @@ class Trainer:
             setup = setup_run(config, host, lock, **options)
             resources.enter_context(counter)
             if host.count == 1 or host.is_distributed:
-                session = Session(run, host, setup, first_state(setup))
+                session = Session(run, host, setup, first_held_state(setup))
             else:
                 session = elastic(setup).open(setup)
         self._adopt(session)

@@ -22,7 +22,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.campaign import restart_policy, running
 from skippipe_jax.campaign.running import ordered, run_all
-from skippipe_jax.config.resume import digest as digest_of
+from skippipe_jax.config.resume import json_digest
 
 # A task's process: it notes when it begins and ends, and does between as its words say.
 WORKER = """
@@ -265,11 +265,11 @@ run(Path({str(folder)!r}), Worker(Path({str(folder)!r}), "a", words={words!r}))
 
 def test_digests_tell_what_differs_and_take_days():
     day = datetime.date(2026, 11, 22)
-    assert digest_of({"today": day}) == digest_of({"today": "2026-11-22"})
+    assert json_digest({"today": day}) == json_digest({"today": "2026-11-22"})
     whole = json.loads('{"a": [1, 2.5, null], "b": {"c": "text"}}')
-    assert digest_of(whole) == digest_of(json.loads(json.dumps(whole)))
-    assert digest_of(whole) != digest_of(whole | {"a": [1, 2.5, 0]})
-    assert len(digest_of(whole)) == 16
+    assert json_digest(whole) == json_digest(json.loads(json.dumps(whole)))
+    assert json_digest(whole) != json_digest(whole | {"a": [1, 2.5, 0]})
+    assert len(json_digest(whole)) == 16
 
 
 def test_processes_share_the_cores_and_keep_the_flags_of_the_user(monkeypatch):

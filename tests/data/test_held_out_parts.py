@@ -14,7 +14,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DataConfig, MixtureConfig
 from skippipe_jax.data.batches import document_starts, held_out_batches
-from skippipe_jax.data.corpus import part_of
+from skippipe_jax.data.corpus import documents_of_part
 from skippipe_jax.data.rows import IGNORED_TARGET, TokenizedDocuments
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from tests.harness.messages import refusal
@@ -51,7 +51,7 @@ def tokens_of(document) -> tuple[int, ...]:
 @given(DOCUMENTS, st.booleans())
 def test_parts_never_meet_and_are_all_there_is(documents, chat):
     whole = together(documents, chat=chat)
-    priors, scores = (apart(part_of(whole, part)) for part in ("priors", "scores"))
+    priors, scores = (apart(documents_of_part(whole, part)) for part in ("priors", "scores"))
     assert priors
     assert scores
     if len({tokens_of(one) for one in documents}) > 1:
@@ -75,17 +75,17 @@ def test_neither_order_nor_dtype_nor_what_is_learnt_moves_a_document(documents, 
     other = replace(other, tokens=np.asarray(other.tokens).astype(np.int32))
     for part in ("priors", "scores"):
         first, second = (
-            Counter(map(tokens_of, apart(part_of(own, part)))) for own in (whole, other)
+            Counter(map(tokens_of, apart(documents_of_part(own, part)))) for own in (whole, other)
         )
         assert first == second
 
 
 def test_about_a_quarter_is_for_priors_and_no_other_document_moves_one():
     documents = [tuple((n // 10**k % 10, True) for k in range(4)) for n in range(2000)]
-    count = len(apart(part_of(together(documents, chat=False), "priors")))
+    count = len(apart(documents_of_part(together(documents, chat=False), "priors")))
     assert 420 < count < 580
-    few = {*apart(part_of(together(documents[:900], chat=False), "priors"))}
-    every = {*apart(part_of(together(documents, chat=False), "priors"))}
+    few = {*apart(documents_of_part(together(documents[:900], chat=False), "priors"))}
+    every = {*apart(documents_of_part(together(documents, chat=False), "priors"))}
     assert few == every & {*documents[:900]}
 
 

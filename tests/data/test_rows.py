@@ -9,13 +9,13 @@ from skippipe_jax.data.rows import (
     Interleaving,
     PackedDocuments,
     TokenizedDocuments,
-    cut,
+    cut_documents,
     pack,
 )
 
 
 def packed(documents: TokenizedDocuments, length: int) -> PackedDocuments:
-    return PackedDocuments(documents, cut(documents, length, "split"), length)
+    return PackedDocuments(documents, cut_documents(documents, length, "split"), length)
 
 
 @settings(max_examples=200)
@@ -92,7 +92,7 @@ def test_what_is_longer_than_a_row_is_split_or_truncated_or_left_out():
     spans = {
         way: list(zip(pieces.starts.tolist(), pieces.ends.tolist(), strict=True))
         for way in ("split", "truncate", "drop")
-        if (pieces := cut(documents, 4, way)).too_long == 2
+        if (pieces := cut_documents(documents, 4, way)).too_long == 2
     }
     short = [(0, 3), (3, 7)]
     assert spans == {
@@ -100,16 +100,16 @@ def test_what_is_longer_than_a_row_is_split_or_truncated_or_left_out():
         "truncate": [*short, (8, 12), (14, 18)],
         "drop": short,
     }
-    assert [cut(documents, 4, way).left_out for way in spans] == [0, 0, 2]
+    assert [cut_documents(documents, 4, way).left_out for way in spans] == [0, 0, 2]
 
 
 def test_a_document_whose_beginning_has_nothing_to_learn_is_left_out_where_it_is_truncated():
     ends, tokens = np.array([6, 12]), np.arange(12)
-    pieces = cut(TokenizedDocuments(tokens, ends, tokens >= 4), 3, "truncate")
+    pieces = cut_documents(TokenizedDocuments(tokens, ends, tokens >= 4), 3, "truncate")
     assert (pieces.starts.tolist(), pieces.too_long, pieces.left_out) == ([6], 2, 1)
     # The token after the last one that is kept is its target.
     documents = TokenizedDocuments(tokens, ends, np.isin(tokens, [3, 9]))
-    rows = PackedDocuments(documents, cut(documents, 3, "truncate"), 3)
+    rows = PackedDocuments(documents, cut_documents(documents, 3, "truncate"), 3)
     targets = np.full(3, IGNORED_TARGET, np.int32)
     rows.fill(0, np.zeros(3, np.int32), targets, np.zeros(3, bool))
     assert (len(rows), targets.tolist()) == (2, [IGNORED_TARGET, IGNORED_TARGET, 3])

@@ -165,7 +165,7 @@ def test_long_texts_are_encoded_in_pieces_to_the_same_tokens(trained, monkeypatc
     text = "one line\n\n  another, indented\nand  the\tlast \n" * 50
     whole, _ = encode_documents(tokenizer, [text])
     monkeypatch.setattr(tokenizer_module, "_PIECE", 40)
-    assert len(list(tokenizer_module.cut(text))) > 20
+    assert len(list(tokenizer_module.text_pieces(text))) > 20
     np.testing.assert_array_equal(encode_documents(tokenizer, [text])[0], whole)
 
 

@@ -13,7 +13,7 @@ from skippipe_jax.experts.members import Arm, Member, MemberFactory
 from skippipe_jax.experts.stale_results import Texts, require_same_inputs
 from skippipe_jax.experts.tasks import Workspace
 from skippipe_jax.experts.work import trainings
-from skippipe_jax.storage.checkpoint import DATA, CommitRecord, commit, digest, step_folder
+from skippipe_jax.storage.checkpoint import DATA, CommitRecord, commit, file_digest, step_folder
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training.planning import make_plan, make_plans
 from tests.experts.examples import CONFIG, place_in
@@ -33,7 +33,7 @@ def begin(place: Workspace, member: Member, text: str | None = None) -> None:
         (unfinished / DATA).write_text(json.dumps({"fingerprint": text}))
         folder = step_folder(run, 1)
         folder.parent.mkdir()
-        files = {DATA: digest(unfinished / DATA)}
+        files = {DATA: file_digest(unfinished / DATA)}
         commit(unfinished, folder, CommitRecord(step=1, stage_layers=(1, 1), files=files))
 
 

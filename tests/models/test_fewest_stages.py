@@ -15,8 +15,8 @@ from skippipe_jax.models.fewest_stages import (
     IN_FLIGHT,
     coarsest_cut,
     cut_into,
-    devices_of,
     fewest_devices,
+    parse_devices,
 )
 from skippipe_jax.models.node_memory import USABLE_SHARE, memory_of_node
 from tests.harness.training_runs import SMALL_CASE
@@ -75,15 +75,15 @@ def test_the_coarsest_cut_is_the_first_that_fits():
 
 
 def test_devices_are_read(tmp_path: Path):
-    assert devices_of("3x24GB") == [24e9] * 3
-    assert devices_of("2 x 1GiB, 0.5 GB") == [2**30, 2**30, 5e8]
+    assert parse_devices("3x24GB") == [24e9] * 3
+    assert parse_devices("2 x 1GiB, 0.5 GB") == [2**30, 2**30, 5e8]
     case = tmp_path / "case.yaml"
     case.write_text(yaml.safe_dump(SMALL_CASE | {"memory_bytes": 2e9}))
-    assert set(devices_of(str(case))) == {2e9}
+    assert set(parse_devices(str(case))) == {2e9}
     case.write_text(yaml.safe_dump(SMALL_CASE))
     for wrong in ("3x24", "0x24GB", "24MB", "", "99999x1GB", str(case)):
         with pytest.raises(InputError) as refused:
-            devices_of(wrong)
+            parse_devices(wrong)
         assert refused.value.field == "--devices"
 
 

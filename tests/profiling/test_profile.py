@@ -32,7 +32,12 @@ from skippipe_jax.profiling.case import (
     read_measured,
 )
 from skippipe_jax.profiling.devices import available_bytes
-from skippipe_jax.profiling.links import MeasuredLink, SimultaneousTransfer, measure_copy, rounds
+from skippipe_jax.profiling.links import (
+    MeasuredLink,
+    SimultaneousTransfer,
+    measure_copy,
+    measuring_rounds,
+)
 from skippipe_jax.profiling.stages import (
     BACKWARD,
     FORWARD,
@@ -93,7 +98,7 @@ def report(host: int, hosts: int, nodes: int = 1, **changes: Any) -> HostReport:
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 7, 20])
 def test_rounds_cover_every_ordered_pair_and_disturb_none(hosts: int):
-    schedules = [list(rounds(host, hosts)) for host in range(hosts)]
+    schedules = [list(measuring_rounds(host, hosts)) for host in range(hosts)]
     measured = []
     for of_round in zip(*schedules, strict=True):
         for host, (source, target) in enumerate(of_round):

@@ -12,7 +12,7 @@ import pytest
 
 from skippipe_jax.config import AveragingConfig, Config, DataConfig, TrainConfig
 from skippipe_jax.optim.outer import begin, fragments_of
-from skippipe_jax.runtime.outer_steps import settle
+from skippipe_jax.runtime.outer_steps import settle_fragments
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.state import MOMENTUM, FragmentInTransit, StageState
 from tests.runtime.test_oracle import BATCH, SMALL, TIME
@@ -67,7 +67,7 @@ def test_what_counts_is_applied_alike_by_all_and_what_does_not_is_as_if_never_se
     # One has all messages, the other has none yet: nobody may apply them.
     under_way[0].messages = dict(enumerate(own.message for own in under_way))
     for own, (parameters, outer) in zip(replicas, before, strict=True):
-        settle(CONFIG, LAYERS, own, committed_with - 1)
+        settle_fragments(CONFIG, LAYERS, own, committed_with - 1)
         assert not own.under_way
         assert_same(own.parameters, parameters)
         assert own.outer is not None
@@ -82,7 +82,7 @@ def test_what_counts_is_applied_alike_by_all_and_what_does_not_is_as_if_never_se
         own.messages = {1: under_way[1].message, 0: under_way[0].message}
     # One of the two is a step ahead.
     for own, step in zip(replicas, (committed_with, committed_with + 1), strict=True):
-        settle(CONFIG, LAYERS, own, step)
+        settle_fragments(CONFIG, LAYERS, own, step)
     first, second = (own.outer for own in replicas)
     assert first is not None
     assert second is not None
@@ -95,7 +95,7 @@ def test_who_comes_is_given_the_outer_parameters_and_momentum():
     state = trained(3)
     own = sent(state)
     own.messages = {0: own.message}
-    settle(CONFIG, LAYERS, state, SENT_AFTER)
+    settle_fragments(CONFIG, LAYERS, state, SENT_AFTER)
     assert state.outer is not None
     given = state.to_give(with_momentum=True)
     assert_same(given["parameters"], state.outer.anchor)

@@ -15,7 +15,7 @@ from skippipe_jax.runtime.copied import packed, pieces, unpacked
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import TOKENS
-from skippipe_jax.runtime.stage_rebuild import averaged, with_count
+from skippipe_jax.runtime.stage_rebuild import averaged_stage, with_count
 from skippipe_jax.runtime.totals import add_up, apart
 from tests.harness.one_host import open_alone
 from tests.harness.training_runs import assert_same_bits, by_name
@@ -60,7 +60,7 @@ def test_the_mean_is_that_of_the_formula(runtime: Runtime):
     shapes = shapes_of(runtime.states[1].to_save())
     before, after = blocks_of(runtime, 0), blocks_of(runtime, 2)
     # Of the stage after it the norm is 3, of the one before it 1.5.
-    made = averaged(shapes, [before, after], (2.25, 9.0), UPDATES)
+    made = averaged_stage(shapes, [before, after], (2.25, 9.0), UPDATES)
     assert shapes_of(made) == shapes
     for found, one, two in zip(jax.tree.leaves(made["parameters"]), before, after, strict=True):
         expected = (3.0 * two.astype(np.float64) + 1.5 * one.astype(np.float64)) / 4.5
@@ -77,7 +77,7 @@ def test_without_norms_that_tell_anything_both_count_alike(
 ):
     shapes = shapes_of(runtime.states[1].to_save())
     before, after = blocks_of(runtime, 0), blocks_of(runtime, 2)
-    made = averaged(shapes, [before, after], norms, UPDATES)
+    made = averaged_stage(shapes, [before, after], norms, UPDATES)
     for found, one, two in zip(jax.tree.leaves(made["parameters"]), before, after, strict=True):
         np.testing.assert_allclose(found, (one + two) / 2, rtol=1e-6, atol=1e-9)
 

@@ -11,7 +11,7 @@ from skippipe_sched.division.parts import LaneCut, Whole
 from skippipe_sched.division.picture import picture, table
 from skippipe_sched.division.search import divide
 from skippipe_sched.errors import InputError
-from skippipe_sched.problem.rules import require
+from skippipe_sched.problem.rules import require_rules
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import simulate_plan
 
@@ -46,6 +46,7 @@ LANES = (lane("easy", 30, 0.8), lane("hard", 60, 1.2))
 def searched(lanes=LANES, case=CASE, budget_s=BUDGET_S):
     search = Search(0, budget_s)
     search.stopped = lambda: False  # pyright: ignore[reportAttributeAccessIssue]
+    search.fitted = lambda steps, _: steps  # pyright: ignore[reportAttributeAccessIssue]
     return divide(case, lanes, search)
 
 
@@ -72,7 +73,7 @@ def test_every_node_is_in_one_place_and_every_plan_keeps_its_rules(steps, speeds
     for own, part in zip(lanes, found.parts, strict=True):
         assert part.lane == own
         for plan, seconds in zip(part.plans, part.iteration_s, strict=True):
-            require(plan)
+            require_rules(plan)
             assert seconds == simulate_plan(plan).iteration_s == plan.predicted.iteration_s
             assert sum(plan.case.microbatches) == 6
         ends = [one.steps * s for one, s in zip(own.trainings, part.iteration_s, strict=True)]

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch
-from skippipe_jax.data.rows import PackedDocuments, TokenizedDocuments, cut
+from skippipe_jax.data.rows import PackedDocuments, TokenizedDocuments, cut_documents
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.remote_model import texts_of
@@ -149,7 +149,7 @@ def packed_rows(draw: st.DrawFn) -> Batch:
     tokens = np.arange(sizes.sum()) + 1  # Each is another, so that all are told apart.
     learnt = np.array(draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))))
     text = TokenizedDocuments(tokens, np.cumsum(sizes), learnt)
-    rows = PackedDocuments(text, cut(text, length, "split"), length)
+    rows = PackedDocuments(text, cut_documents(text, length, "split"), length)
     shape = len(rows) + draw(st.integers(0, 2)), length
     tokens, begins = np.zeros(shape, np.int32), np.zeros(shape, bool)
     targets = np.full(shape, IGNORED_TARGET, np.int32)

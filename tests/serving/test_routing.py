@@ -16,7 +16,7 @@ from skippipe_jax.serving.routing import (
     LinkSpeed,
     Planner,
     in_series,
-    parts_of,
+    route_parts,
     stages_of,
     via_front,
 )
@@ -40,9 +40,9 @@ def test_hosts_that_do_not_reach_each_other_go_by_the_front():
     route = (Leg(1, (1,)), Leg(2, (2,)), Leg(3, (3, 4)))
     found = via_front(route, lambda source, target: (source, target) == (2, 3))
     assert found == (*route[:2], Leg(FRONT, ()), route[2])
-    assert parts_of(found) == [route[:2], (Leg(FRONT, ()),), route[2:]]
+    assert route_parts(found) == [route[:2], (Leg(FRONT, ()),), route[2:]]
     assert via_front((), lambda *_: True) == ()
-    assert parts_of(()) == []
+    assert route_parts(()) == []
 
 
 @given(st.data())

@@ -21,7 +21,7 @@ from skippipe_jax import Run
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.training.callbacks.base import RunView
 from skippipe_jax.training.callbacks.prometheus import (
-    FAMILIES,
+    METRIC_FAMILIES,
     MetricValues,
     NodeLink,
     PrometheusExporter,
@@ -37,9 +37,9 @@ Samples = dict[tuple[str, tuple[str, ...]], float]
 
 
 def read(text: str) -> Samples:
-    """The samples of an exposition, by name and the values of labels in the order of `FAMILIES`."""
+    """The samples of an exposition, by name and the label values in the order of the families."""
     return {
-        (sample.name, tuple(sample.labels[name] for name in FAMILIES[sample.name].labels)): (
+        (sample.name, tuple(sample.labels[name] for name in METRIC_FAMILIES[sample.name].labels)): (
             sample.value
         )
         for family in text_string_to_metric_families(text)
@@ -66,7 +66,7 @@ def test_iterations_become_the_text_that_prometheus_reads():
     values.take_step(metrics_of(9, None, **more), [1], {link: 20})
     text = exposition(values)
     assert "# TYPE skippipe_tokens_total counter" in text
-    assert f"# HELP skippipe_step {FAMILIES['skippipe_step'].help}" in text
+    assert f"# HELP skippipe_step {METRIC_FAMILIES['skippipe_step'].help}" in text
     # No loss, as the last one was not finite; no validation loss yet.
     assert read(text) == {
         ("skippipe_step", ()): 9,
@@ -173,14 +173,16 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
 def test_the_dashboard_and_the_page_have_all_metrics_and_no_others():
     dashboard = json.loads((ROOT / "experiments/launch/grafana.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert {name for query in queries for name in re.findall(r"skippipe_\w+", query)} == {*FAMILIES}
+    assert {name for query in queries for name in re.findall(r"skippipe_\w+", query)} == {
+        *METRIC_FAMILIES
+    }
     [job] = [own for own in dashboard["templating"]["list"] if own["name"] == "job"]
-    assert set(re.findall(r"skippipe_\w+", job["query"])) <= {*FAMILIES}
-    known = {"job", "instance", *(name for own in FAMILIES.values() for name in own.labels)}
+    assert set(re.findall(r"skippipe_\w+", job["query"])) <= {*METRIC_FAMILIES}
+    known = {"job", "instance", *(name for own in METRIC_FAMILIES.values() for name in own.labels)}
     used = re.findall(r"by \(([^)]*)\)|(\w+)[!=]~?\"", " ".join(queries))
     assert {name for pair in used for word in pair for name in word.split(", ") if name} <= known
     page = (ROOT / "docs/watch.md").read_text()
     rows = re.findall(r"^\| `(skippipe_\w+)(?:\{(.*?)\})?` \| (.*) \|$", page, re.M)
     assert {name: (re.findall(r"\w+", labels), text) for name, labels, text in rows} == {
-        name: ([*own.labels], own.help) for name, own in FAMILIES.items()
+        name: ([*own.labels], own.help) for name, own in METRIC_FAMILIES.items()
     }

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         from skippipe_sched.problem.plan import load_plan
         from skippipe_sched.problem.rules import violations
-        from skippipe_sched.timing.jitter import replay
+        from skippipe_sched.timing.jitter import replay_with_jitter
         from skippipe_sched.timing.simulate import simulate_plan
     for option in ("draws", "seed"):
         given = getattr(arguments, option)
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     stats: dict[str, float] = {}
     if arguments.jitter is not None:
         draws = DRAWS if arguments.draws is None else arguments.draws
-        draws_s = replay(plan, arguments.jitter, draws, arguments.seed or 0)
+        draws_s = replay_with_jitter(plan, arguments.jitter, draws, arguments.seed or 0)
         stats = {
             "jitter": arguments.jitter,
             "draws": draws,

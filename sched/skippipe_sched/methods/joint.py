@@ -179,13 +179,22 @@ class _Joint:
         rounds: tuple[Round, ...],
         steps: float,
     ) -> list[Chain]:
-        """Anneal chains in these rounds, polish the best of all and return those."""
-        chains = every_chain
+        """Anneal chains in these rounds, polish the best of all and return those.
+
+        On a machine that is too slow for all steps, the later rounds have fewer, so that the
+        temperature of each still falls to its end.
+        """
+        chains, begun_s, done, left = every_chain, self.search.elapsed_s, 0.0, POLISH_SHARE
+        left += sum(round_.share for round_ in rounds)
         for round_ in rounds:
+            if done:
+                seconds_of_step = (self.search.elapsed_s - begun_s) / done
+                steps = self.search.fitted(steps, seconds_of_step * left * steps)
             chains = sorted(chains, key=lambda chain: chain.cost_s)[: round_.chains]
             share, first_s = int(round_.share * steps / len(chains)), chains[0].cost_s
             work_on = partial(self.annealer.anneal, round_=round_, steps=share, reference_s=first_s)
             self.each(threads, chains, work_on)
+            done, left = done + round_.share * steps, left - round_.share
         work_of_polish = POLISH_SHARE * steps * REPLAYS_OF_STEP
         worth = work_of_polish / self.annealer.steps_to_reorder
         most = int(np.clip(worth, THREADS, len(every_chain)))

@@ -9,7 +9,7 @@ from skippipe_sched.methods.registry import METHODS
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.problem.rules import require
+from skippipe_sched.problem.rules import require_rules
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import forecast
 
@@ -68,4 +68,4 @@ def with_prediction(case: Case, method: str, routes: Routes) -> Plan:
 
     timeline = forecast(case, routes.stages, routes.paths, routes.order)
     predicted = timeline.predicted(lower_bound_s(case, min(len(path) for path in routes.paths)))
-    return require(Plan(method, routes.stages, routes.paths, timeline.order, predicted, case))
+    return require_rules(Plan(method, routes.stages, routes.paths, timeline.order, predicted, case))

@@ -61,7 +61,7 @@ def repair_plan(
             plan's own order cannot be run.
     """
     nodes = sorted_nodes(plan.case, kept)
-    stages = stages_of(plan, nodes) if stages is None else tuple(map(tuple, stages))
+    stages = kept_stages(plan, nodes) if stages is None else tuple(map(tuple, stages))
     _require_placement(plan, nodes, stages, left_out)
     if stages == plan.stages:
         return plan
@@ -95,7 +95,7 @@ def repair_plan(
     return Plan(method, placed, paths, timeline.order, timeline.predicted(None), case)
 
 
-def stages_of(plan: Plan, kept: Collection[int]) -> Placement:
+def kept_stages(plan: Plan, kept: Collection[int]) -> Placement:
     """Return the nodes `kept` of each stage of a plan, perhaps none.
 
     Raises:
@@ -323,7 +323,7 @@ def fill_empty_stages(
     Raises:
         InputError: if there are fewer nodes than stages, or none that could become a data node.
     """
-    stages = [list(nodes) for nodes in stages_of(plan, kept)]
+    stages = [list(nodes) for nodes in kept_stages(plan, kept)]
     nodes = [node for replicas in stages for node in replicas]
     needed = len(stages) - len(left_out)
     if len(nodes) < needed:

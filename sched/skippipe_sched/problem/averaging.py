@@ -9,7 +9,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 Mode = Literal["exact", "outer"]
-MODES: tuple[Mode, ...] = ("exact", "outer")
+AVERAGING_MODES: tuple[Mode, ...] = ("exact", "outer")
 # Bytes of a transferred number. Each group of 8-bit numbers has a scale of four bytes.
 NUMBERS_OF_A_SCALE, SCALE_BYTES = 128, 4
 WIDTHS = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + SCALE_BYTES / NUMBERS_OF_A_SCALE}
@@ -72,8 +72,8 @@ def parse_averaging(value: Any, field: str) -> AveragingPolicy:
     if isinstance(value, str):
         problem = "must be a mapping; auto works only in a case that is the plan.case of a run"
         raise InputError(field, value, problem, "Write {mode: outer}, or remove this key (exact)")
-    raw = fields.mapping(value, field, ("mode", *DEFAULTS))
-    mode = fields.text(raw.get("mode", EXACT.mode), f"{field}.mode", MODES)
+    raw = fields.checked_mapping(value, field, ("mode", *DEFAULTS))
+    mode = fields.text(raw.get("mode", EXACT.mode), f"{field}.mode", AVERAGING_MODES)
     if mode == EXACT.mode:
         for key in DEFAULTS:
             if key in raw:

@@ -250,7 +250,7 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
     Raises:
         InputError: naming the field, its value, and what to write instead.
     """
-    raw = fields.mapping(value, "case", (*REQUIRED, *OPTIONAL), REQUIRED)
+    raw = fields.checked_mapping(value, "case", (*REQUIRED, *OPTIONAL), REQUIRED)
     stages, left_out = sizes_and_left_out(raw)
     nodes = _nodes(raw, stages)
     table_source = links.rows_of(raw["links"], folder)
@@ -310,7 +310,9 @@ def _nodes(raw: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
         raise InputError("case.stages", raw["stages"], problem, sizes_remedy(count, stages))
     described = raw["nodes"] if isinstance(raw["nodes"], list) else [{}] * count
     for index, node in enumerate(described):
-        fields.mapping(node, f"case.nodes[{index}]", (*OF_NODES, MEMORY_BYTES, MESH, *RATES))
+        fields.checked_mapping(
+            node, f"case.nodes[{index}]", (*OF_NODES, MEMORY_BYTES, MESH, *RATES)
+        )
     shared = _of_all_nodes(raw, described)
     nodes = []
     for index, node in enumerate(described):
@@ -369,7 +371,7 @@ def _memory_bytes(raw: Mapping[str, Any], of: str) -> float | None:
 def _mesh(node: Mapping[str, Any], field: str) -> tuple[int, int] | None:
     if node.get(MESH) is None:
         return None
-    axes = fields.mapping(node[MESH], f"{field}.{MESH}", AXES)
+    axes = fields.checked_mapping(node[MESH], f"{field}.{MESH}", AXES)
     fsdp, tensor = (fields.integer(axes.get(axis, 1), f"{field}.{MESH}.{axis}", 1) for axis in AXES)
     return fsdp, tensor
 
@@ -471,7 +473,7 @@ def _microbatches(raw: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
     """Read the microbatches of each data node, from the number of each or from the total."""
     of_each_node = "microbatches_per_data_node"
     if "microbatches" not in raw:
-        value = fields.mapping(raw, "case", raw, (of_each_node,))[of_each_node]
+        value = fields.checked_mapping(raw, "case", raw, (of_each_node,))[of_each_node]
         read = partial(fields.integer, minimum=1, maximum=MOST_MICROBATCHES)
         of = "data nodes", "node of the first stage"
         return of_each(value, f"case.{of_each_node}", read, data_nodes, of)
@@ -492,7 +494,7 @@ def _microbatches(raw: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
 
 def _rules(value: Any, stages: int) -> Rules:
     defaults = {"max_swaps": 0, "max_swap_distance": 1, "max_jump": stages}
-    raw = defaults | fields.mapping(value, "case.rules", defaults)
+    raw = defaults | fields.checked_mapping(value, "case.rules", defaults)
     least = {"max_swaps": 0, "max_swap_distance": 1, "max_jump": 0}
     return Rules(**{k: fields.integer(raw[k], f"case.rules.{k}", least[k]) for k in least})
 

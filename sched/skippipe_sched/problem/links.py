@@ -132,7 +132,7 @@ def table(value: Any, same_location: Link) -> LinkTable:
 def same_location_of(raw: Mapping[str, Any]) -> Link:
     """Read the link between nodes at one location, from `same_location` of a case."""
     field, keys = "case.same_location", DEFAULT_SAME_LOCATION
-    same = fields.mapping(raw.get("same_location", keys), field, keys, keys)
+    same = fields.checked_mapping(raw.get("same_location", keys), field, keys, keys)
     return link(same["latency_ms"], same["bandwidth_GiB_per_s"], field)
 
 

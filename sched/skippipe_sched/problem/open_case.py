@@ -48,7 +48,7 @@ def candidates(value: Any, folder: Path = Path()) -> tuple[Case, ...]:
     """
     if not isinstance(value, dict) or AUTO not in (value.get("stages"), value.get("path_length")):
         return (parse_case(value, folder),)
-    raw = dict(fields.mapping(value, "case", value, REQUIRED))
+    raw = dict(fields.checked_mapping(value, "case", value, REQUIRED))
     if "left_out" in raw:
         problem = "cannot be combined with stages: auto or path_length: auto"
         raise InputError("case.left_out", raw["left_out"], problem, "Remove this key")
@@ -80,7 +80,7 @@ def candidates(value: Any, folder: Path = Path()) -> tuple[Case, ...]:
 
 def _any_sizes(raw: Mapping[str, Any]) -> list[int]:
     """Return sizes that fit the nodes, with one data node."""
-    fields.mapping(raw, "case", raw, ("stage_count",))
+    fields.checked_mapping(raw, "case", raw, ("stage_count",))
     nodes = node_count(raw["nodes"])
     stages = fields.integer(raw["stage_count"], "case.stage_count", 1)
     if nodes < stages:

@@ -176,7 +176,7 @@ def parse_plan(value: Any) -> Plan:
         InputError: naming the field, its value, and what to write instead.
     """
     keys = ("format", "version", "method", "stages", "microbatches", "order", "predicted", "case")
-    raw = fields.mapping(value, "plan", keys, keys)
+    raw = fields.checked_mapping(value, "plan", keys, keys)
     fields.text(raw["format"], "plan.format", (FORMAT,))
     fields.integer(raw["version"], "plan.version", VERSION, VERSION)
     case = parse_case(raw["case"])
@@ -273,7 +273,7 @@ def _predicted(value: Any, averaging: AveragingPolicy) -> Predicted:
     names = ("iteration_s", "pipeline_s", "averaging_s", "lower_bound_s")
     names += ("late_s",) if averaging.is_outer else ()
     allowed = (*names, "placement_bound_s")
-    raw: Mapping[str, Any] = fields.mapping(value, "plan.predicted", allowed, names)
+    raw: Mapping[str, Any] = fields.checked_mapping(value, "plan.predicted", allowed, names)
     checked = {
         name: fields.number(seconds, f"plan.predicted.{name}", 0.0)
         for name, seconds in raw.items()

@@ -130,7 +130,7 @@ def violations(
     return broken
 
 
-def require(plan: Plan) -> Plan:
+def require_rules(plan: Plan) -> Plan:
     """Return the plan if it keeps every rule; raise `InputError` for the first broken one."""
     broken = violations(plan.case, plan.stages, plan.microbatches)
     if broken:

@@ -45,8 +45,9 @@ class Search:
 
     A method runs a number of steps that depends on the budget alone (`steps`), so the same seed and
     budget give the same plan on every machine that is fast enough. The clock is only the last
-    resort: once `budget_s` is over, or the user interrupts, `stopped` returns true, and the method
-    returns its best result; `end` records this.
+    resort: `fitted` reduces the steps that would take too long, and once `budget_s` is over, or the
+    user interrupts, `stopped` returns true, and the method returns its best result; `end` records
+    both.
 
     `watch`, if given, is called with the search on every progress: `share` of the budget is used,
     `best_s` is the best iteration so far, `bound_s` a lower bound, if known. A machine's first
@@ -105,6 +106,14 @@ class Search:
         over = self.end.interrupted or self.elapsed_s >= self.budget_s
         self.end.cut_short |= over
         return over
+
+    def fitted(self, steps: float, expected_s: float) -> float:
+        """Return `steps`, or fewer if all are expected to take longer than the budget has left."""
+        left_s = max(0.0, self.budget_s - self.elapsed_s)
+        if expected_s <= left_s:
+            return steps
+        self.end.cut_short = True
+        return steps * left_s / expected_s
 
     def found(self, iteration_s: float) -> None:
         """Report a plan, and with it that the search continues."""

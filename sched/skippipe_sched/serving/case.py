@@ -133,12 +133,12 @@ class ServingCase:
         return hop
 
 
-def load_case(path: Path) -> ServingCase:
+def load_serving_case(path: Path) -> ServingCase:
     """Read and check a case file (YAML) of a service, including its link table."""
-    return parse_case(fields.load_yaml(path, "case"), path.parent)
+    return parse_serving_case(fields.load_yaml(path, "case"), path.parent)
 
 
-def parse_case(value: Any, folder: Path = Path()) -> ServingCase:
+def parse_serving_case(value: Any, folder: Path = Path()) -> ServingCase:
     """Check the case of a service given as a mapping; `folder` is that of a link table, if any.
 
     Hosts are a list of `location`, `room_bytes` and `step_s`, the front first; `links` and
@@ -148,12 +148,12 @@ def parse_case(value: Any, folder: Path = Path()) -> ServingCase:
     Raises:
         InputError: naming the field, its value, and what to write instead.
     """
-    raw = fields.mapping(value, "case", (*REQUIRED, *OPTIONAL), REQUIRED)
+    raw = fields.checked_mapping(value, "case", (*REQUIRED, *OPTIONAL), REQUIRED)
     sizes = fields.sequence(raw["stage_bytes"], "case.stage_bytes")
     locations, step_s, room_bytes = [], [], []
     for index, entry in enumerate(fields.sequence(raw["hosts"], "case.hosts")):
         field = f"case.hosts[{index}]"
-        host = fields.mapping(entry, field, OF_HOST, OF_HOST)
+        host = fields.checked_mapping(entry, field, OF_HOST, OF_HOST)
         locations.append(fields.text(host["location"], f"{field}.location"))
         step_s.append(_durations(host["step_s"], f"{field}.step_s", len(sizes)))
         room_bytes.append(fields.number(host["room_bytes"], f"{field}.room_bytes", 0.0))

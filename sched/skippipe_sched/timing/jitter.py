@@ -31,7 +31,9 @@ def draw_time_factors(
     return TimeFactors(factors[..., 0], factors[..., 1], averagings)
 
 
-def replay(plan: Plan, jitter: float, draws: int, seed: int = 0) -> Float[np.ndarray, " draws"]:
+def replay_with_jitter(
+    plan: Plan, jitter: float, draws: int, seed: int = 0
+) -> Float[np.ndarray, " draws"]:
     """Simulate `draws` iterations of a plan [s], each with its own factors (`draw_time_factors`).
 
     Every node keeps the plan's order, whatever the delays. In outer mode, the iterations follow one

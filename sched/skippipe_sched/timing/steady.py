@@ -68,7 +68,7 @@ def successive_s(work: Work, stretches: Iterable[TimeFactors]) -> list[float]:
     return [after - before for before, after in pairwise(ends)]
 
 
-def beside_hops_s(work: Work, stage: int) -> float:
+def ring_beside_hops_s(work: Work, stage: int) -> float:
     """Compute the duration of a stage's ring, slowed by hops on its connections [s].
 
     Hops have priority. Where iterations wait for rings, there are no hops at the same time.
@@ -112,7 +112,7 @@ class _Iterations(Replay):
             _Ring(
                 stage,
                 tuple(nodes),
-                0.0 if without_rings else beside_hops_s(work, stage),
+                0.0 if without_rings else ring_beside_hops_s(work, stage),
                 needed_s=[-math.inf] * count,
                 start_s=[-math.inf] * count,
                 end_s=[-math.inf] * count,

@@ -10,7 +10,7 @@ from skippipe_sched.errors import InputError, error_class
 from skippipe_jax import log
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
-from skippipe_jax.config.extras import require
+from skippipe_jax.config.extras import require_extra
 from skippipe_jax.connections.addresses import chosen_address, join_address
 from skippipe_jax.models.footprint import bytes_per_link
 from skippipe_jax.runtime.runtime import Runtime
@@ -33,7 +33,7 @@ class Family(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
-FAMILIES: Mapping[str, Family] = {
+METRIC_FAMILIES: Mapping[str, Family] = {
     "skippipe_step": Family("gauge", "Completed iterations, including those before a resume."),
     "skippipe_loss": Family("gauge", "Training loss of the last iteration, in nats per token."),
     "skippipe_validation_loss": Family(
@@ -80,7 +80,7 @@ class NodeLink(NamedTuple):
 
 
 class MetricValues:
-    """Current values of `FAMILIES`, which `prometheus_client` collects from any thread.
+    """Current values of `METRIC_FAMILIES`, which `prometheus_client` collects from any thread.
 
     An unknown metric has no value. Counters start with the process.
     """
@@ -89,7 +89,7 @@ class MetricValues:
         """Set the counters without labels to 0; nothing else has a value yet."""
         self._values: dict[str, dict[tuple[str, ...], float]] = {
             name: {(): 0.0} if family.kind == "counter" and not family.labels else {}
-            for name, family in FAMILIES.items()
+            for name, family in METRIC_FAMILIES.items()
         }
 
     def set(self, name: str, value: float | None, *labels: object) -> None:
@@ -129,7 +129,7 @@ class MetricValues:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-        for name, family in FAMILIES.items():
+        for name, family in METRIC_FAMILIES.items():
             metric = kinds[family.kind](name, family.help, labels=family.labels)
             for labels, value in self._values[name].copy().items():
                 metric.add_metric(labels, value)
@@ -150,7 +150,7 @@ class PrometheusExporter(Callback):
         """
         base = config.train.metrics_port
         assert base is not None, "is asked for"
-        require("prometheus_client", "metrics", FIELD, base)
+        require_extra("prometheus_client", "metrics", FIELD, base)
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._config, self._membership = config, membership

@@ -13,7 +13,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax import log
 from skippipe_jax.config import Config, LogConfig, to_tree
-from skippipe_jax.config.extras import require
+from skippipe_jax.config.extras import require_extra
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
 
@@ -52,7 +52,7 @@ def require_trackers(config: LogConfig) -> None:
         ("wandb", config.wandb, "wandb"),
     ):
         if value:
-            require(package, name, f"log.{name}", value)
+            require_extra(package, name, f"log.{name}", value)
 
 
 def trackers_of_leader(config: Config, folder: Path, step: int, *, is_new: bool) -> list[Tracker]:

@@ -75,7 +75,7 @@ def elastic_rules(config: Config, setup: HostSetup) -> ConsensusRules:
         host_of=host_of,
         stages=len(setup.plan.stages),
         placed=placed,
-        add_up=add_up,
+        add_up=sum_over_hosts,
         fits=fits,
         safest=safest,
         without_text=without_text,
@@ -86,7 +86,7 @@ def elastic_rules(config: Config, setup: HostSetup) -> ConsensusRules:
     )
 
 
-def add_up(totals: Mapping[int, Totals]) -> Totals:
+def sum_over_hosts(totals: Mapping[int, Totals]) -> Totals:
     """Sum values over hosts, in host order and in float32, so that all get the same bits."""
     arrays = np.array([totals[host] for host in sorted(totals)], np.float32)
     summed: list[float] = np.add.reduce(arrays).tolist()

@@ -71,7 +71,7 @@ from skippipe_jax.training.elastic.membership_change import elastic_rules, setup
 from skippipe_jax.training.replan.planner_process import PlannerWarmup, WarmPlanner
 from skippipe_jax.training.replan.replanner import Replanner, SharedPlans
 from skippipe_jax.training.report import SessionPlan, exchange_reports
-from skippipe_jax.training.session import HeldState, RunContext, Session, first_state
+from skippipe_jax.training.session import HeldState, RunContext, Session, first_held_state
 from skippipe_jax.training.setup import (
     HostSetup,
     RunSetup,
@@ -140,7 +140,7 @@ class ElasticRunner:
 
     def open(self, setup: RunSetup) -> Session:
         """Open the first session, with all hosts of the run."""
-        state = self._held = first_state(setup)
+        state = self._held = first_held_state(setup)
         stages, step = setup.plan.stages, state.step
         processes = [own.process for own in setup.agreed.reports]
         group = self._membership.outlive(self._rules, self._store, stages, step, processes)

@@ -19,7 +19,7 @@ from skippipe_jax import log
 from skippipe_jax.cluster.agreement import hear, tell
 from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
-from skippipe_jax.config.resume import digest
+from skippipe_jax.config.resume import json_digest
 from skippipe_jax.connections.links import MESSAGE_CHARACTERS
 from skippipe_jax.consensus.generations import PlanRequest
 from skippipe_jax.models.footprint import buddy_checkpoint_bytes
@@ -56,7 +56,7 @@ class SharedPlans:
         packed = _packed(plan)
         if len(packed) > MESSAGE_CHARACTERS - ROOM_CHARACTERS:
             return None
-        name = digest(plan.to_json())
+        name = json_digest(plan.to_json())
         self._plans[name] = _unpacked(packed)  # Identical to the received plan of other hosts.
         return name
 

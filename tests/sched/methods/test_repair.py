@@ -14,9 +14,9 @@ from skippipe_sched.figures.gantt import gantt
 from skippipe_sched.methods import make_plan, with_prediction
 from skippipe_sched.methods.repair import (
     fill_empty_stages,
+    kept_stages,
     order_by_start_times,
     repair_plan,
-    stages_of,
     start_times,
 )
 from skippipe_sched.methods.routes import Routes
@@ -86,7 +86,7 @@ def test_a_plan_that_keeps_the_rules_keeps_them_on_fewer_nodes(plan, data):
     """And says what the steady state there is, where nobody waits for averaging."""
     kept = draw_kept(data, plan)
     after = repair_plan(plan, kept)
-    require_goes_on(plan, after, kept, stages_of(plan, kept))
+    require_goes_on(plan, after, kept, kept_stages(plan, kept))
     assert violations(after.case, after.stages, after.microbatches) == []
     assert after.case.averaging == plan.case.averaging
     assert after.predicted.late_s == simulate_plan(after).late_s
@@ -101,7 +101,7 @@ def test_a_plan_of_any_paths_goes_on_wherever_nodes_are_left(example, data):
         st.lists(st.sampled_from(everyone), min_size=len(plan.stages), unique=True).map(set)
     )
     stages = fill_empty_stages(plan, kept)
-    before = stages_of(plan, kept)
+    before = kept_stages(plan, kept)
     assert sorted(node for stage in stages for node in stage) == sorted(kept)
     moved = sum(len(set(now) - set(was)) for was, now in zip(before, stages, strict=True))
     assert moved == before.count(())
@@ -115,7 +115,7 @@ def test_paths_lead_past_stages_that_are_left_out(plan, data):
     inner = range(1, len(plan.stages))
     left_out = data.draw(st.sets(st.sampled_from(inner)) if inner else st.just(set()))
     kept = draw_kept(data, plan) - {node for stage in left_out for node in plan.stages[stage]}
-    after = repair_plan(plan, kept, stages_of(plan, kept), left_out)
+    after = repair_plan(plan, kept, kept_stages(plan, kept), left_out)
     assert after.case.left_out == tuple(sorted(left_out))
     assert [stage for stage, nodes in enumerate(after.stages) if not nodes] == sorted(left_out)
     assert sequences(after) == [
@@ -238,7 +238,7 @@ def test_whichever_node_the_papers_plan_loses_it_goes_on_soon(name):
     for lost in range(0, 20, 3):
         kept = set(range(20)) - {lost}
         after = repair_plan(plan, kept)
-        require_goes_on(plan, after, kept, stages_of(plan, kept))
+        require_goes_on(plan, after, kept, kept_stages(plan, kept))
         assert after.method == f"{plan.method}, nodes lost: 1"
         assert violations(after.case, after.stages, after.microbatches) == []
         assert after.predicted.iteration_s < longest_s

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Rules
 from skippipe_sched.problem.plan import Plan, Predicted
-from skippipe_sched.problem.rules import require, sequence_problem, violations
+from skippipe_sched.problem.rules import require_rules, sequence_problem, violations
 
 from tests.sched.examples import in_order, routed_cases, same_place
 
@@ -113,4 +113,4 @@ def test_require_names_the_first_broken_rule():
     paths = ((0, 1), (0, 1), (0, 1))
     plan = Plan("example", in_order([1, 2]), paths, (), Predicted(1, 1, 0, 1), case)
     with pytest.raises(InputError, match=r"plan\.microbatches = 3: TC1: node 1 of stage 1 .*more"):
-        require(plan)
+        require_rules(plan)

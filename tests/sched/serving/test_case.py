@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
-from skippipe_sched.serving.case import load_case, parse_case
+from skippipe_sched.serving.case import load_serving_case, parse_serving_case
 
 from tests.sched.serving.cases import service
 
@@ -23,7 +23,7 @@ SERVICE = {
 
 
 def test_a_case_is_read_with_the_links_of_its_locations():
-    case = parse_case(SERVICE | {"head_s": "1min"})
+    case = parse_serving_case(SERVICE | {"head_s": "1min"})
     assert case.step_s.tolist() == [[1, 1, 1], [1, 2, 3]]
     assert (case.hosts, case.stages, case.groups, case.slots) == (2, 3, 2, 3)
     assert case.hop_s.tolist() == [[0, 0.1 + 1], [0.2 + 0.5, 0]]
@@ -36,7 +36,7 @@ def test_a_link_table_lies_beside_the_case(tmp_path: Path):
         "location_a,location_b,latency_ms,bandwidth_Mbit_per_s\nhere,there,5,8\n"
     )
     (tmp_path / "case.yaml").write_text(str(SERVICE | {"links": "links.csv"}))
-    case = load_case(tmp_path / "case.yaml")
+    case = load_serving_case(tmp_path / "case.yaml")
     assert case.latency_s[1, 0] == 0.005
     assert case.bandwidth[0, 1] == pytest.approx(1e6)
 
@@ -65,7 +65,7 @@ def test_a_link_table_lies_beside_the_case(tmp_path: Path):
 )
 def test_what_is_wrong_in_a_file_is_named(changes, field: str):
     with pytest.raises(InputError) as refused:
-        parse_case(SERVICE | changes)
+        parse_serving_case(SERVICE | changes)
     assert refused.value.field == field
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from skippipe_sched.fields import MAX_SEED
 from skippipe_sched.problem.case import load_case
 from skippipe_sched.problem.plan import Plan
-from skippipe_sched.timing.jitter import draw_time_factors, replay
+from skippipe_sched.timing.jitter import draw_time_factors, replay_with_jitter
 from skippipe_sched.timing.simulate import simulate_plan
 from skippipe_sched.timing.timeline import TimeFactors
 
@@ -85,10 +85,10 @@ def test_where_links_do_not_contend_every_draw_takes_longer_and_more_jitter_long
     """
     case, stages, paths = example
     plan = _dispatched(*example)
-    assert replay(plan, 0.0, 3).tolist() == [plan.predicted.iteration_s] * 3
+    assert replay_with_jitter(plan, 0.0, 3).tolist() == [plan.predicted.iteration_s] * 3
     plan = _dispatched(replace(case, contention="none"), stages, paths)
     planned_s = plan.predicted.iteration_s
-    little, much = replay(plan, 0.1, 4, seed), replay(plan, 0.5, 4, seed)
+    little, much = replay_with_jitter(plan, 0.1, 4, seed), replay_with_jitter(plan, 0.5, 4, seed)
     assert (little >= planned_s).all()
     assert (much >= little).all()
     # Everything at the longest factor would be a bound: the same iteration, so many times as long.
@@ -123,9 +123,9 @@ def test_draws_are_a_prefix_of_more_draws_and_two_hundred_take_some_seconds():
     case = load_case(Path(PAPER))
     plan = _dispatched(case, PUBLISHED.stages, PUBLISHED.microbatches)
     started = time.process_time()
-    iterations = replay(plan, 0.3, 200, seed=1)
+    iterations = replay_with_jitter(plan, 0.3, 200, seed=1)
     assert time.process_time() - started < 10
-    assert replay(plan, 0.3, 5, seed=1).tolist() == iterations[:5].tolist()
+    assert replay_with_jitter(plan, 0.3, 5, seed=1).tolist() == iterations[:5].tolist()
     assert len(set(iterations)) == 200
     median, late = np.percentile(iterations, [50, 95])
     assert simulate_plan(plan).iteration_s < median < late
@@ -143,7 +143,7 @@ def test_draws_are_a_prefix_of_more_draws_and_two_hundred_take_some_seconds():
 def test_arguments_without_sense_are_refused(wrong, told):
     plan = _dispatched(case_with())
     with refusal(told):
-        replay(plan, **({"jitter": 0.3, "draws": 2, "seed": 0} | wrong))
+        replay_with_jitter(plan, **({"jitter": 0.3, "draws": 2, "seed": 0} | wrong))
 
 
 # Iterations that follow one another.
@@ -155,7 +155,7 @@ def test_without_jitter_a_run_takes_what_its_steady_state_says(example, policy):
     case, stages, paths = example
     plan = _dispatched(outer(case, **policy), stages, paths)
     draws = 40 * policy["every"]
-    mean_s = replay(plan, 0.0, draws).mean()
+    mean_s = replay_with_jitter(plan, 0.0, draws).mean()
     assert mean_s == pytest.approx(simulate_plan(plan).iteration_s, rel=0.05)
 
 
@@ -165,12 +165,16 @@ def test_iterations_of_a_run_have_a_luck_each_and_hide_some_of_it():
     stages, paths = ((0, 1, 2),), ((0,), (1,), (2,)) * 2
     exact = _dispatched(case, stages, paths)
     plan = _dispatched(outer(case, every=10, fragments=1, delay=9), stages, paths)
-    draws_s = replay(plan, 0.5, 200, seed=3)
+    draws_s = replay_with_jitter(plan, 0.5, 200, seed=3)
     assert len(draws_s) == 200
     assert len(set(draws_s.round(9))) > 100
-    assert replay(plan, 0.5, 200, seed=3).tolist() == draws_s.tolist()
+    assert replay_with_jitter(plan, 0.5, 200, seed=3).tolist() == draws_s.tolist()
     # The mean of the slowest is below that of the slowest in each.
-    assert simulate_plan(plan).iteration_s < draws_s.mean() < replay(exact, 0.5, 200, 3).mean()
+    assert (
+        simulate_plan(plan).iteration_s
+        < draws_s.mean()
+        < replay_with_jitter(exact, 0.5, 200, 3).mean()
+    )
 
 
 def test_what_is_stretched_always_is_so_in_every_iteration():
