@@ -32,7 +32,7 @@ from experiments.benchmarks.harness.turns import (
 )
 from experiments.benchmarks.network import regions, wan
 from experiments.benchmarks.serving import churn as serving_churn
-from skippipe_jax.config import MODEL_PRESETS
+from skippipe_jax.config import PRESETS
 from skippipe_jax.config.parsing import load_config
 from tests.harness.pictures import overlapping_texts
 from tests.harness.training_runs import SMALL_CASE, virtual_devices
@@ -97,7 +97,7 @@ def test_operations_are_of_the_kinds_that_their_names_say():
 def test_gpu_measures_a_replica_of_the_recipe():
     given = gpu.Sizes()
     recipe = load_config(Path("experiments/paper/configs/1.5b.yaml"))
-    shape = MODEL_PRESETS[given.preset] | {"layers": 6 * given.layers, "preset": given.preset}
+    shape = PRESETS[given.preset] | {"layers": 6 * given.layers, "preset": given.preset}
     assert recipe.model == given.model_of(shape)
     assert recipe.data.microbatch_size == given.microbatch_size
     assert recipe.data.sequence_length == given.sequence_length

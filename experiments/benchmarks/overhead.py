@@ -48,7 +48,7 @@ from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.turns import Iteration, in_turns, ratio, require_alike
 from experiments.benchmarks.one_process import SEED, Workload, one_device, pipeline
 from skippipe_jax.campaign.running import ONE_THREAD
-from skippipe_jax.config import MODEL_PRESETS, ModelConfig
+from skippipe_jax.config import PRESETS, ModelConfig
 from skippipe_jax.config.model import RECOMPUTE
 
 TIMES, NOTHING = "times", "nothing"
@@ -207,7 +207,7 @@ def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str | None
         return None
     if arguments.causes:
         report["machine"] = reporting.describe_machine()
-        workload = _workload(arguments, ModelConfig(**MODEL_PRESETS["tiny"]))
+        workload = _workload(arguments, ModelConfig(**PRESETS["tiny"]))
         given = arguments.warmup, arguments.turns, arguments.records
         report["results"] = causes_of(workload, *given)
         return table_of_causes(report["results"])
@@ -241,7 +241,7 @@ def _in_own_process(arguments: argparse.Namespace, recompute: str, cache: str, p
 
 def _part(arguments: argparse.Namespace) -> Any:
     [recompute] = arguments.recompute
-    model = ModelConfig(**MODEL_PRESETS["tiny"], recompute=recompute)
+    model = ModelConfig(**PRESETS["tiny"], recompute=recompute)
     workload = _workload(arguments, model)
     if arguments.part != TIMES:
         return peak_memory_of(arguments.part, workload)

@@ -20,7 +20,7 @@ from skippipe_jax.cli.arguments import (
     connect_from_args,
 )
 from skippipe_jax.config.data import kind_of
-from skippipe_jax.config.model import MODEL_PRESETS
+from skippipe_jax.config.model import PRESETS
 
 if TYPE_CHECKING:
     from skippipe_jax.cluster.membership import Membership
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help=f"model preset, {', '.join(MODEL_PRESETS)}; or hf:DIR, a Hugging Face folder to start "
+        help=f"model preset, {', '.join(PRESETS)}; or hf:DIR, a Hugging Face folder to start "
         "from (default: as configured, or tiny)",
     )
     add_cluster_arguments(parser)

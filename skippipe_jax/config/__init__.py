@@ -6,7 +6,7 @@ Imports no JAX.
 from skippipe_jax.config.cluster import ClusterConfig
 from skippipe_jax.config.data import DataConfig, DocumentSource, MixtureConfig
 from skippipe_jax.config.hardware import NetworkConfig, NodeConfig, NodeMesh
-from skippipe_jax.config.model import MODEL_PRESETS, ModelConfig, RopeScaling, StagePartition
+from skippipe_jax.config.model import PRESETS, ModelConfig, RopeScaling, StagePartition
 from skippipe_jax.config.optimizer import AveragingConfig, OptimizerConfig
 from skippipe_jax.config.parsing import load_config, parse_config, to_tree, to_yaml
 from skippipe_jax.config.resume import require_same_run
@@ -23,8 +23,8 @@ from skippipe_jax.config.run import (
 )
 
 __all__ = [
-    "MODEL_PRESETS",
     "NO_RECIPE",
+    "PRESETS",
     "AveragingConfig",
     "CheckpointConfig",
     "ClusterConfig",

@@ -15,7 +15,7 @@ import yaml
 from skippipe_sched.problem.case import OPTIONAL, REQUIRED
 
 from skippipe_jax.config.choices import Choice, bounds_of
-from skippipe_jax.config.model import MODEL_PRESETS
+from skippipe_jax.config.model import PRESETS
 from skippipe_jax.config.parsing import EXTENDS, to_tree
 from skippipe_jax.config.run import Config
 
@@ -180,7 +180,7 @@ def differences(config: Config) -> dict[str, Any]:
     """
     default = to_tree(Config())
     if config.model.preset is not None:
-        default["model"] |= MODEL_PRESETS[config.model.preset]
+        default["model"] |= PRESETS[config.model.preset]
     return _different(to_tree(config), default)
 
 

@@ -51,7 +51,7 @@ LAYERS_PER_STAGE = 4
 
 # tiny is the quickstart's model, 3.3 million parameters. Published shapes: 500m and 1.5b are the
 # paper's models, 8b is Llama 3 8B.
-MODEL_PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocabulary_size": 259,
         "width": 256,
@@ -166,7 +166,7 @@ class ModelConfig(Section, name="model"):
             else the device's kernel if the shapes fit, else `blockwise`.
     """
 
-    preset: Annotated[str, Choice(MODEL_PRESETS)] | None = None
+    preset: Annotated[str, Choice(PRESETS)] | None = None
     vocabulary_size: AtLeastOne = 259
     width: AtLeastOne = 256
     layers: AtLeastOne = 4

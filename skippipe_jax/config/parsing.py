@@ -20,7 +20,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.methods import DEFAULT_METHOD
 
 from skippipe_jax.config.data import has_tokenizer, vocabulary_size_of
-from skippipe_jax.config.model import MODEL_PRESETS, ModelConfig
+from skippipe_jax.config.model import PRESETS, ModelConfig
 from skippipe_jax.config.pretrained import (
     MODEL_CONFIG,
     RUN,
@@ -305,8 +305,8 @@ def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
             tree["model"] = model = model | {"vocabulary_size": vocabulary_size}
     if isinstance(model, dict) and model.get("preset") is not None:
         # Shapes from weights and tokenizer are set by now, so they take precedence over the preset.
-        preset = fields.text(model["preset"], "model.preset", MODEL_PRESETS)
-        tree["model"] = MODEL_PRESETS[preset] | model
+        preset = fields.text(model["preset"], "model.preset", PRESETS)
+        tree["model"] = PRESETS[preset] | model
     if isinstance(tree.get("run_dir"), str):
         tree["run_dir"] = os.path.expanduser(tree["run_dir"])
     return _parse(Config, tree, "")

@@ -16,7 +16,7 @@ from skippipe_sched.errors import InputError
 
 import skippipe_jax
 from skippipe_jax.config import (
-    MODEL_PRESETS,
+    PRESETS,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -56,7 +56,7 @@ def test_file_overrides_preset_overrides_defaults(tmp_path: Path):
     assert model.layers == 8  # the file
     assert (model.width, model.kv_heads, model.rope_theta) == (4096, 8, 500000.0)  # the preset
     assert (model.recompute, model.tied_head) == ("none", False)  # the defaults
-    assert dataclasses.replace(model, layers=32) == ModelConfig(preset="8b", **MODEL_PRESETS["8b"])
+    assert dataclasses.replace(model, layers=32) == ModelConfig(preset="8b", **PRESETS["8b"])
 
 
 def test_set_overrides_the_file(tmp_path: Path):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import MODEL_PRESETS, Config, RopeScaling, load_config, parse_config
+from skippipe_jax.config import PRESETS, Config, RopeScaling, load_config, parse_config
 from tests.harness.messages import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_the_comment_in_8b_yaml_does_what_it_says(context: int, tmp_path: Path):
 
 def test_weights_go_before_any_preset(tmp_path: Path):
     of_weights = config_of(weights(tmp_path)).model
-    for preset in MODEL_PRESETS:
+    for preset in PRESETS:
         by_preset = config_of(f"hf:{tmp_path}", preset=preset, recompute="block").model
         assert by_preset.width == of_weights.width == 4096
         assert by_preset.rope_scaling == of_weights.rope_scaling

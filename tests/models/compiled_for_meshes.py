@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from skippipe_jax.config import (
-    MODEL_PRESETS,
+    PRESETS,
     Config,
     DataConfig,
     ModelConfig,
@@ -49,7 +49,7 @@ def sizes(
 ) -> dict[str, list[int]]:
     """Bytes of a device by XLA, and by formula."""
     time = TIME_OF_PRESETS if preset else TIME
-    shape = MODEL_PRESETS[preset] if preset else SMALL
+    shape = PRESETS[preset] if preset else SMALL
     more = {"layers": 2 * LAYERS, "context": time, "recompute": recompute}
     model = ModelConfig(**shape | more)
     data = DataConfig(microbatch_size=BATCH, sequence_length=time)

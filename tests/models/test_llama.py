@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import MODEL_PRESETS, ModelConfig, RopeScaling
+from skippipe_jax.config import PRESETS, ModelConfig, RopeScaling
 from skippipe_jax.models.llama import (
     DataStage,
     RMSNorm,
@@ -133,7 +133,7 @@ def test_a_new_model_guesses():
     ],
 )
 def test_presets_have_the_published_number_of_parameters(preset: str, layer: int, total: int):
-    config = ModelConfig(preset=preset, **MODEL_PRESETS[preset])
+    config = ModelConfig(preset=preset, **PRESETS[preset])
     shapes = stage_shapes(config, 4)
     assert parameter_count(shapes[1]) == layer * config.layers // 4
     assert parameter_count(shapes) == total

@@ -49,7 +49,7 @@ from experiments.benchmarks.gpu.training import StageWorkload
 from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.turns import OutOfMemory, within_memory
 from experiments.benchmarks.one_process import Workload
-from skippipe_jax.config import MODEL_PRESETS, ModelConfig
+from skippipe_jax.config import PRESETS, ModelConfig
 from skippipe_jax.config.model import XLA
 
 # 8 forwards, 4 losses and 8 backwards: few enough for a device's queue to hold all of them.
@@ -126,7 +126,7 @@ SMALL = Sizes(
 def stage(sizes: Sizes) -> Found:
     """The stage of the recipe, against a plain step."""
     workload = StageWorkload(
-        sizes.model_of(MODEL_PRESETS[sizes.preset] | {"layers": sizes.layers}),
+        sizes.model_of(PRESETS[sizes.preset] | {"layers": sizes.layers}),
         sizes.microbatches,
         sizes.in_flight,
         sizes.microbatch_size,
@@ -138,7 +138,7 @@ def stage(sizes: Sizes) -> Found:
 def whole_model(sizes: Sizes) -> Found:
     """A whole model, against a plain step."""
     workload = Workload(
-        sizes.model_of(MODEL_PRESETS[sizes.model]),
+        sizes.model_of(PRESETS[sizes.model]),
         stages=sizes.model_stages,
         replicas=1,
         microbatches_per_data_node=sizes.model_microbatches,
@@ -170,7 +170,7 @@ def training_lines(found: Found) -> Iterator[str]:
 
 def attention_each_way(sizes: Sizes) -> Found:
     """Attention over one document and over packed ones, by each way, against all scores at once."""
-    model, length = sizes.model_of(MODEL_PRESETS[sizes.preset]), sizes.sequence_length
+    model, length = sizes.model_of(PRESETS[sizes.preset]), sizes.sequence_length
 
     def measured(is_packed: bool) -> Found:
         ways = attention.measured(model, length, is_packed, sizes.turns)
@@ -186,7 +186,7 @@ def attention_each_way(sizes: Sizes) -> Found:
 def cross_entropies(sizes: Sizes) -> Found:
     """Cross-entropy of a microbatch's tokens by the heads of some models, against a plain one."""
     tokens = sizes.microbatch_size * sizes.sequence_length
-    models = {preset: sizes.model_of(MODEL_PRESETS[preset]) for preset in sizes.heads_of}
+    models = {preset: sizes.model_of(PRESETS[preset]) for preset in sizes.heads_of}
     return {
         preset: _fitting(functools.partial(parts.of_cross_entropy, model, tokens, sizes.turns))
         for preset, model in models.items()

@@ -46,7 +46,7 @@ from jaxtyping import Float
 from skippipe_sched.figures.tables import aligned
 from skippipe_sched.problem import links
 from skippipe_sched.serving.case import ServingCase
-from skippipe_sched.serving.simulate import simulate_service
+from skippipe_sched.serving.simulate import simulate
 
 from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.turns import ratio
@@ -279,7 +279,7 @@ def predicted(
         groups=groups,
         slots=slots,
     )
-    found = simulate_service(case, [route] * groups)
+    found = simulate(case, [route] * groups)
     return {
         "near_s": near_s,
         "route": list(route),

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         from skippipe_sched.serving.case import load_serving_case
         from skippipe_sched.serving.placing import place
         from skippipe_sched.serving.routing import routes
-        from skippipe_sched.serving.simulate import simulate_service
+        from skippipe_sched.serving.simulate import simulate
     case = load_serving_case(arguments.case)
     placement = place(case, arguments.objective, seed=arguments.seed)
     missing = sorted({*range(case.stages)}.difference(*placement))
@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     chosen_routes = routes(case, placement, seed=arguments.seed)
     alone = routes(replace(case, groups=1), placement)
-    seconds_per_token = simulate_service(case, alone).seconds_per_token
-    predicted = replace(simulate_service(case, chosen_routes), seconds_per_token=seconds_per_token)
+    seconds_per_token = simulate(case, alone).seconds_per_token
+    predicted = replace(simulate(case, chosen_routes), seconds_per_token=seconds_per_token)
     bound = bounds(case)
     if arguments.json:
         chosen = {"placement": placement, "routes": chosen_routes}

@@ -43,7 +43,7 @@ class Use:
     after_s: float = 0.0
 
 
-def simulate_service(case: ServingCase, routes: Sequence[Route], steps: int = STEPS) -> Rates:
+def simulate(case: ServingCase, routes: Sequence[Route], steps: int = STEPS) -> Rates:
     """Predict the steady state of a service whose groups have these routes.
 
     If the times of all groups repeat, as they usually do, tokens are counted over the repeating
@@ -97,7 +97,7 @@ def cycle(case: ServingCase, route: Route) -> list[Use]:
 
 
 def steps_per_s(cycles: Sequence[Sequence[Use]], steps: int) -> float:
-    """Simulate groups on their cycles; count steps of all per second (`simulate_service`)."""
+    """Simulate groups on their cycles; count steps of all per second (`simulate`)."""
     unit_s = SAME * sum(use.takes_s + use.after_s for use in cycles[0])
     numbers: dict[int | tuple[int, int], int] = {}
     for use in (use for uses in cycles for use in uses):

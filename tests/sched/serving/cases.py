@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from hypothesis import strategies as st
 from skippipe_sched.serving.case import HeldStages, Route, ServingCase
-from skippipe_sched.serving.simulate import simulate_service
+from skippipe_sched.serving.simulate import simulate
 
 # More would take long, and what does not repeat until then is counted from the start.
 STEPS = 100
@@ -90,9 +90,7 @@ def all_routes(case: ServingCase) -> Iterator[list[Route]]:
 def least_s(case: ServingCase) -> float:
     """Seconds per token of one sequence alone, of all placements and routes."""
     return min(
-        simulate_service(case, [route]).seconds_per_token
-        for routes in all_routes(case)
-        for route in routes
+        simulate(case, [route]).seconds_per_token for routes in all_routes(case) for route in routes
     )
 
 
@@ -102,7 +100,7 @@ def most_tokens_per_s(case: ServingCase) -> float:
     Which group has which of the routes, may still make a difference.
     """
     return max(
-        simulate_service(case, chosen, STEPS).tokens_per_s
+        simulate(case, chosen, STEPS).tokens_per_s
         for routes in all_routes(case)
         for chosen in itertools.combinations_with_replacement(routes, case.groups)
         if fits(case, chosen)

@@ -7,7 +7,7 @@ from skippipe_sched.serving.bound import bounds
 from skippipe_sched.serving.case import ServingCase
 from skippipe_sched.serving.placing import place
 from skippipe_sched.serving.routing import routes
-from skippipe_sched.serving.simulate import simulate_service
+from skippipe_sched.serving.simulate import simulate
 
 from tests.sched.serving.cases import (
     least_s,
@@ -30,7 +30,7 @@ def test_nothing_beats_the_bounds(case: ServingCase):
 def test_what_is_found_for_more_hosts_does_not_beat_them_either(seed: int):
     case = random_service(np.random.default_rng(seed), (7, 5), 2 + 2 * seed)
     bound = bounds(case)
-    found = simulate_service(case, routes(case, place(case, tries=20), tries=20))
+    found = simulate(case, routes(case, place(case, tries=20), tries=20))
     assert found.tokens_per_s <= bound.tokens_per_s
     assert found.seconds_per_token >= bound.seconds_per_token * (1 - 1e-9)
 

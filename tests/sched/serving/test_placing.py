@@ -11,7 +11,7 @@ from skippipe_sched.serving.bound import bounds
 from skippipe_sched.serving.case import HeldStages, ServingCase
 from skippipe_sched.serving.placing import OBJECTIVES, Objective, place
 from skippipe_sched.serving.routing import routes
-from skippipe_sched.serving.simulate import simulate_service
+from skippipe_sched.serving.simulate import simulate
 
 from tests.sched.serving.cases import (
     STEPS,
@@ -50,7 +50,7 @@ def test_as_many_stages_as_possible_have_a_host(case: ServingCase, objective: Ob
 def test_one_sequence_is_as_quick_as_it_can_be(case: ServingCase):
     """Small cases are searched whole, whichever stages have no host."""
     placement = place(case, "seconds_per_token")
-    found = simulate_service(case, routes(case, placement)).seconds_per_token
+    found = simulate(case, routes(case, placement)).seconds_per_token
     assert found == pytest.approx(least_s(case))
 
 
@@ -60,7 +60,7 @@ def test_all_groups_get_most_of_the_tokens_that_are_possible_and_bounds_are_near
     for seed in range(8):
         random = np.random.default_rng(seed)
         case = random_service(random, (3, 4) if seed % 2 else (4, 3), 2 + seed % 2)
-        found = simulate_service(case, routes(case, place(case)), STEPS).tokens_per_s
+        found = simulate(case, routes(case, place(case)), STEPS).tokens_per_s
         most, bound = most_tokens_per_s(case), bounds(case)
         lost.append(1 - found / most)
         gaps.append(bound.tokens_per_s / most - 1)

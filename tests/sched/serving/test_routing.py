@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.serving.case import HeldStages, ServingCase
 from skippipe_sched.serving.routing import routes
-from skippipe_sched.serving.simulate import simulate_service
+from skippipe_sched.serving.simulate import simulate
 
 from tests.sched.serving.cases import routes_through, service, services
 
@@ -31,8 +31,8 @@ def test_the_route_of_one_group_is_the_shortest(given, data: st.DataObject):
     (found,) = routes(case, placement, lost)
     possible = routes_through(placement, case.stages, lost)
     assert found in possible
-    least_s = min(simulate_service(case, [route]).seconds_per_token for route in possible)
-    assert simulate_service(case, [found]).seconds_per_token == pytest.approx(least_s)
+    least_s = min(simulate(case, [route]).seconds_per_token for route in possible)
+    assert simulate(case, [found]).seconds_per_token == pytest.approx(least_s)
 
 
 @given(placed(groups=4), st.data())
@@ -55,7 +55,7 @@ def test_groups_share_hosts_that_hold_the_same():
     first = routes(case, placement, tries=0)
     assert sorted(first) == [(0, 1, 1)] * 6 + [(0, 2, 2)] * 6
     for tries in (0, 30):
-        found = simulate_service(case, routes(case, placement, tries=tries))
+        found = simulate(case, routes(case, placement, tries=tries))
         assert found.tokens_per_s == pytest.approx(2 / 8)
 
 
@@ -64,8 +64,7 @@ def test_more_tries_give_no_fewer_tokens():
     case = service(groups=6, room_bytes=np.full(3, 3.0), latency_s=np.full((3, 3), 9.0))
     placement = ((0, 1, 2), (1, 2), (1, 2))
     first, last = (
-        simulate_service(case, routes(case, placement, tries=tries)).tokens_per_s
-        for tries in (0, 60)
+        simulate(case, routes(case, placement, tries=tries)).tokens_per_s for tries in (0, 60)
     )
     assert last > first
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.serving.case import Route, ServingCase
-from skippipe_sched.serving.simulate import simulate_service
+from skippipe_sched.serving.simulate import simulate
 
 from tests.sched.serving.cases import service, services
 
@@ -73,7 +73,7 @@ def test_steps_are_those_of_queues_in_whole_seconds(case: ServingCase, data: st.
     route = st.tuples(st.just(0), *(hosts if own else st.none() for own in is_held))
     routes = data.draw(st.lists(route, min_size=1, max_size=3))
     per_s = reference_per_s([turns_of(case, route) for route in routes])
-    found = simulate_service(case, routes, steps=100_000)
+    found = simulate(case, routes, steps=100_000)
     assert found.tokens_per_s == pytest.approx(case.slots * float(per_s), rel=1e-9)
     turns = min(sum(takes + after for _, takes, after in turns_of(case, r)) for r in routes)
     assert found.seconds_per_token == pytest.approx(turns)
@@ -92,5 +92,5 @@ def test_steps_are_those_of_queues_in_whole_seconds(case: ServingCase, data: st.
 )
 def test_what_is_no_route_is_refused(routes, field: str):
     with pytest.raises(InputError) as refused:
-        simulate_service(service(), routes)
+        simulate(service(), routes)
     assert refused.value.field == field
