@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 DEFAULT_BUDGET_S = 10.0
 # Time limit of the proof of a bound over placements.
 DEFAULT_BOUND_BUDGET_S = 300.0
+# Steps that are expected to end later than this share of the budget are reduced.
+EXPECTED_SHARE = 0.97
 Placement = tuple[tuple[int, ...], ...]
 
 
@@ -109,7 +111,7 @@ class Search:
 
     def fitted(self, steps: float, expected_s: float) -> float:
         """Return `steps`, or fewer if all are expected to take longer than the budget has left."""
-        left_s = max(0.0, self.budget_s - self.elapsed_s)
+        left_s = max(0.0, EXPECTED_SHARE * self.budget_s - self.elapsed_s)
         if expected_s <= left_s:
             return steps
         self.end.cut_short = True

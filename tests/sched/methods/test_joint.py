@@ -134,6 +134,36 @@ def test_a_search_in_many_pieces_keeps_every_nodes_share(seed, monkeypatch):
     assert {node for path in plan.microbatches for node in path} == set(range(6))
 
 
+class SlowMachine(Search):
+    """A clock that every check of it advances."""
+
+    checks = 0
+    was_stopped = False
+
+    @property
+    def elapsed_s(self) -> float:
+        return 0.016 * self.checks
+
+    def start_clock(self) -> None:
+        self.checks = 0
+
+    def stopped(self) -> bool:
+        self.checks += 1
+        self.was_stopped |= super().stopped()
+        return self.was_stopped
+
+
+def test_a_machine_too_slow_for_all_steps_makes_fewer_in_each_later_round(monkeypatch):
+    monkeypatch.setattr(annealer, "OPERATIONS_PER_S", 5e5)
+    monkeypatch.setattr(annealer, "LOOK_S", 0.02)
+    monkeypatch.setattr(joint, "HURRIED_STEPS", 0)
+    search = SlowMachine(0, 4.0)
+    make_plan(paper_case(), "joint", search)
+    assert search.end.cut_short
+    assert not search.was_stopped
+    assert search.elapsed_s > 0.8 * search.budget_s
+
+
 def test_swaps_and_little_memory_never_leave_a_plan_that_locks():
     rules = {"max_swaps": 3, "max_swap_distance": 3}
     case = same_place([3, 1, 1, 1], path_length=4, microbatches_per_data_node=4, memory=1)
