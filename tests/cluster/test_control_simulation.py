@@ -32,6 +32,7 @@ def test_hosts_go_on_together_fifty_times(first: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(1000, 3000, 100))
 def test_hosts_go_on_together_two_thousand_times(first: int, monkeypatch: pytest.MonkeyPatch):
     for seed in range(first, first + 100):

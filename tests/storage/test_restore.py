@@ -137,7 +137,7 @@ def test_what_was_found_intact_is_not_read_twice_for_that(
     checkpoint = prepare_run(run_dir, ThreadHost())
     assert checkpoint is not None
     monkeypatch.setattr(
-        checkpoint_module, "digest", lambda path: pytest.fail(f"{path} is looked at again")
+        checkpoint_module, "file_digest", lambda path: pytest.fail(f"{path} is looked at again")
     )
     state = stage_state(201)
     assert_same(load_stage(checkpoint, LAYERS, 1, abstract(state)), state)
