@@ -14,7 +14,12 @@ from skippipe_sched.errors import TemporaryError, Terminated, as_input_error
 from skippipe_jax import log
 from skippipe_jax.cluster.ending import exit_at_once, exit_decision, resume_hint_in_time
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.place import Place, chosen_runtime, find_place, require_same_runtime
+from skippipe_jax.cluster.position import (
+    HostPosition,
+    chosen_runtime,
+    find_position,
+    require_same_runtime,
+)
 from skippipe_jax.config import ClusterConfig, Config
 from skippipe_jax.config.cluster import DISTRIBUTED
 from skippipe_jax.config.resume import identity, settings
@@ -68,13 +73,13 @@ def connect(
     """
     cluster, spare = config.cluster, config.join.places
     beside = spare if is_joiner else 0
-    place = find_place(cluster, coordinator, num_hosts, host_id, detect, beside)
-    if place is not None:
+    position = find_position(cluster, coordinator, num_hosts, host_id, detect, beside)
+    if position is not None:
         run = run or RunIdentity(identity(config), settings(config))
-        spare = cluster.with_ports(place.count, spare)
-        place = replace(place, run=run, keys=Keys.of(cluster), spare=spare)
+        spare = cluster.with_ports(position.count, spare)
+        position = replace(position, run=run, keys=Keys.of(cluster), spare=spare)
     runtime = chosen_runtime(cluster, detect)
-    membership = _join(cluster, place, runtime, last_addresses, is_joiner)
+    membership = _join(cluster, position, runtime, last_addresses, is_joiner)
     try:
         yield membership
         membership.leave()
@@ -85,28 +90,30 @@ def connect(
 
 def _join(
     config: ClusterConfig,
-    place: Place | None,
+    position: HostPosition | None,
     runtime: str,
     last_addresses: Sequence[str],
     is_joiner: bool,
 ) -> Membership:
-    if place is None or place.count == 1:
+    if position is None or position.count == 1:
         return Membership(config, 0, 1)
-    membership = Membership(config, place.index, place.count, runtime == DISTRIBUTED)
+    membership = Membership(config, position.index, position.count, runtime == DISTRIBUTED)
     if last_addresses and not membership.is_distributed:
-        membership.enter(place, None, last_addresses)
+        membership.enter(position, None, last_addresses)
         if membership.is_outside:
             return membership
         if is_joiner:
             problem = "no host at these addresses has a running job that this host can join"
             raise TemporaryError("join", ", ".join(last_addresses), problem, "Join again later")
-        membership = Membership(config, place.index, place.count)
+        membership = Membership(config, position.index, position.count)
     with jax_runtime.sockets() if membership.is_distributed else nullcontext() as sockets:
-        membership.enter(place, sockets)
+        membership.enter(position, sockets)
         try:
             require_same_runtime(membership, config, runtime)
             if sockets is not None:
-                jax_runtime.start(config, place.index, place.count, sockets, membership.address)
+                jax_runtime.start(
+                    config, position.index, position.count, sockets, membership.address
+                )
         except BaseException as error:
             _abandon(membership, error)
             raise

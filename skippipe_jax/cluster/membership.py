@@ -41,7 +41,7 @@ from skippipe_jax.cluster.ending import (
     may_be_caused_by_peer,
 )
 from skippipe_jax.cluster.inbox import NOBODY, Counted, Inbox
-from skippipe_jax.cluster.place import Place
+from skippipe_jax.cluster.position import HostPosition
 from skippipe_jax.cluster.status import status_of
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import jax_runtime
@@ -176,13 +176,13 @@ class Group:
         """
         own = self._membership
         ports = {
-            place: own.config.port(own.index, host, own.count)
-            for place, host in enumerate(self.hosts)
-            if place != self.index
+            rank: own.config.port(own.index, host, own.count)
+            for rank, host in enumerate(self.hosts)
+            if rank != self.index
         }
         for port in ports.values():
             require_free("cluster.transfer_port", self.address, port)
-        return {place: join_address(self.address, port) for place, port in ports.items()}
+        return {rank: join_address(self.address, port) for rank, port in ports.items()}
 
     def clock_offset_s(self) -> float:
         """Measure the seconds to add to this host's `time.time()` to get that of host 0.
@@ -480,7 +480,9 @@ class Membership(Group):
 
     # The event loop.
 
-    def enter(self, place: Place, sockets: str | None, last_addresses: Sequence[str] = ()) -> None:
+    def enter(
+        self, position: HostPosition, sockets: str | None, last_addresses: Sequence[str] = ()
+    ) -> None:
         """Connect to the other hosts and watch them from now on; return when all are connected.
 
         With `last_addresses`, connect to the hosts that still listen there, if any.
@@ -488,7 +490,7 @@ class Membership(Group):
         log.configure()
         entered: Future[None] = Future()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._attend(place, sockets, last_addresses, entered)),
+            target=lambda: asyncio.run(self._attend(position, sockets, last_addresses, entered)),
             name="skippipe-cluster",
             daemon=True,
         )
@@ -513,22 +515,26 @@ class Membership(Group):
             raise PeerTimeout(f"the control thread of this host {problem}") from late
 
     async def _attend(
-        self, place: Place, sockets: str | None, last_addresses: Sequence[str], begun: Future[None]
+        self,
+        position: HostPosition,
+        sockets: str | None,
+        last_addresses: Sequence[str],
+        begun: Future[None],
     ) -> None:
         """Run the event loop: connect to the others, then watch them until the end."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._end_by_fault)
         self._verdict = self._loop.create_future()
-        mesh = self.mesh = self._new_mesh(place, sockets)
+        mesh = self.mesh = self._new_mesh(position, sockets)
         try:
             if last_addresses:
-                name, _ = place.coordinator
+                name, _ = position.coordinator
                 self.is_outside = await mesh.come_back(last_addresses, name)
                 if not self.is_outside:
                     mesh.close()
                     return begun.set_result(None)
             else:
-                await mesh.start(place.coordinator, sockets and f"{sockets}/relay")
+                await mesh.start(position.coordinator, sockets and f"{sockets}/relay")
         except Exception as error:
             mesh.close()
             return begun.set_exception(error)
@@ -549,10 +555,16 @@ class Membership(Group):
         assert self.mesh is not None, "has others"
         return self.mesh
 
-    def _new_mesh(self, place: Place, sockets: str | None) -> Mesh:
+    def _new_mesh(self, position: HostPosition, sockets: str | None) -> Mesh:
         return Mesh(
             Hello(
-                self.index, place.count, self.process, self.name, "", place.run, spare=place.spare
+                self.index,
+                position.count,
+                self.process,
+                self.name,
+                "",
+                position.run,
+                spare=position.spare,
             ),
             self.config,
             received=self._received,
@@ -560,8 +572,8 @@ class Membership(Group):
             found=self._report_found,
             goes_on_without=self._goes_on_without,
             join_server=self.join_server,
-            service=f"{sockets}/service" if sockets and place.index == 0 else None,
-            keys=place.keys,
+            service=f"{sockets}/service" if sockets and position.index == 0 else None,
+            keys=position.keys,
         )
 
     def _status(self) -> RunStatus:

@@ -190,18 +190,18 @@ class JoinClient:
     async def _fetch(
         self, link: Link, files: Sequence[File], wanted: Collection[str] | None
     ) -> None:
-        for place, file in enumerate(files):
+        for number, file in enumerate(files):
             if wanted is not None and file.name not in wanted:
                 continue
             content = self.contents.get(file.name)
             if content is None or not file.is_of(content):
                 # Stored at once, so that it is kept if the connection breaks.
-                self.contents[file.name] = await self._content(link, place, file)
+                self.contents[file.name] = await self._content(link, number, file)
         names = {file.name for file in files}
         self.contents = {name: own for name, own in self.contents.items() if name in names}
 
-    async def _content(self, link: Link, place: int, file: File) -> bytes:
-        link.send("file", place)
+    async def _content(self, link: Link, number: int, file: File) -> bytes:
+        link.send("file", number)
         content = await link.exactly(file.size, ASKS_S)
         if content is None:
             raise ValueError(f"{file.name} was not received completely ({link.ending})")

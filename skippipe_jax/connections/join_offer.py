@@ -61,7 +61,7 @@ class File(msgspec.Struct, frozen=True, array_like=True):
         return File.of(self.name, content) == self
 
 
-class Vacancy(msgspec.Struct, frozen=True, array_like=True):
+class Place(msgspec.Struct, frozen=True, array_like=True):
     """Host id that a joiner may take: that of a lost host, or of an extra host.
 
     Attributes:
@@ -94,7 +94,7 @@ class JoinOffer(msgspec.Struct, frozen=True):
     host: HostNumber
     hosts: HostCount
     addresses: dict[HostNumber, ShortText]
-    places: tuple[Vacancy, ...]
+    places: tuple[Place, ...]
     files: Annotated[tuple[File, ...], Meta(max_length=MOST_FILES)]
     text: ShortText | None
     spare: HostCount = 0

@@ -22,7 +22,7 @@ from skippipe_sched.errors import TemporaryError
 from skippipe_jax.cluster import membership
 from skippipe_jax.cluster.ending import LINGER_S
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.place import Place
+from skippipe_jax.cluster.position import HostPosition
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, REWIND, SKIP, STOP
 from skippipe_jax.connections import host_listener, mesh
@@ -164,10 +164,10 @@ class ControlSimulation(Simulation):
         attended = own.attended
         is_first = host in self.own_hosts and self.processes[host] == 0
         self.processes[host] += 1
-        place = Place(host, len(self.own_hosts), COORDINATOR, spare=self.spare)
+        position = HostPosition(host, len(self.own_hosts), COORDINATOR, spare=self.spare)
         known = [] if is_first else [own for at, own in self.addresses.items() if at != host]
         begun: Future[None] = Future()
-        own.process.start(attended._attend(place, None, known, begun))
+        own.process.start(attended._attend(position, None, known, begun))
         try:
             await asyncio.wrap_future(begun)
         except TemporaryError:

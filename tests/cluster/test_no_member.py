@@ -13,7 +13,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.joining import connect
 from skippipe_jax.cluster.membership import Group, Membership
-from skippipe_jax.cluster.place import Place
+from skippipe_jax.cluster.position import HostPosition
 from skippipe_jax.config import ClusterConfig, Config
 from skippipe_jax.config.cluster import JoinConfig
 from skippipe_jax.connections.addresses import parse_address
@@ -78,7 +78,9 @@ async def meet() -> tuple[list[Membership], list[Group], Host]:
     hosts = [Membership(CONFIG, index, 3) for index in range(2)]
     third = Host(2, 3)
     await third.listen()
-    entering = on_all(hosts, lambda host: host.enter(Place(host.index, 3, address, RUN), None))
+    entering = on_all(
+        hosts, lambda host: host.enter(HostPosition(host.index, 3, address, RUN), None)
+    )
 
     async def join() -> None:
         await third.mesh.join(address, await reach(address, 60.0))
@@ -95,8 +97,8 @@ async def meet() -> tuple[list[Membership], list[Group], Host]:
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The codes by which processes of hosts would have ended."""
     codes: list[int] = []
-    for place in ("membership", "ending", "joining"):
-        monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", codes.append)
+    for module in ("membership", "ending", "joining"):
+        monkeypatch.setattr(f"skippipe_jax.cluster.{module}.exit_at_once", codes.append)
     return codes
 
 
@@ -210,8 +212,8 @@ def test_a_host_comes_back_once_the_connections_of_its_last_process_count_no_mor
         hosts, teams, third = await meet()
         again = Membership(ClusterConfig(heartbeat_timeout_s=2.0), 2, 3)
         address = parse_address("address", hosts[0].control_address)
-        place, known = Place(2, 3, address, RUN), [hosts[0].control_address]
-        entering = asyncio.create_task(asyncio.to_thread(again.enter, place, None, known))
+        position, known = HostPosition(2, 3, address, RUN), [hosts[0].control_address]
+        entering = asyncio.create_task(asyncio.to_thread(again.enter, position, None, known))
         asked = hosts[0]._mesh.directory
         refused: list[bool] = []
         refusal = asked.refusal
@@ -242,8 +244,8 @@ def test_a_host_that_comes_back_as_the_run_ends_does_not_wait_to_be_taken_in(
         await on_all(hosts, lambda host: host.next_group(teams[0].generation.number, 60.0))
         again = Membership(ClusterConfig(heartbeat_timeout_s=2.0), 2, 3)
         known = hosts[0].control_address
-        place = Place(2, 3, parse_address("address", known), RUN)
-        await asyncio.to_thread(again.enter, place, None, [known])
+        position = HostPosition(2, 3, parse_address("address", known), RUN)
+        await asyncio.to_thread(again.enter, position, None, [known])
         again.request_admission(RULES, store)
         while again._mesh.connected != {0, 1}:
             await asyncio.sleep(0.02)

@@ -22,7 +22,7 @@ from skippipe_jax.connections.hello import PROTOCOL, Hello
 from skippipe_jax.connections.join_offer import (
     MOST_BYTES,
     JoinOffer,
-    Vacancy,
+    Place,
     describe_files,
 )
 from skippipe_jax.connections.join_server import FILE_CHUNK_BYTES, REQUESTERS, Pauses
@@ -60,7 +60,7 @@ class Run:
         self, own: Hello, addresses: dict[int, str], free: Collection[int]
     ) -> tuple[JoinOffer, list[bytes]]:
         self.read += 1
-        places = tuple(Vacancy(host, (0, host), 0.5) for host in sorted(free))
+        places = tuple(Place(host, (0, host), 0.5) for host in sorted(free))
         offer = JoinOffer(own.host, own.hosts, addresses, places, self.files, self.text)
         standing = {"members": (0, 1), "placement": ((0, 2), (1,))}
         return msgspec.structs.replace(offer, **standing), self.contents
@@ -82,7 +82,7 @@ async def test_a_newcomer_is_told_which_places_are_free_and_given_all_files():
         assert (asked, told.host, told.hosts) == (address_of(second), 1, 3)
         assert told.addresses[0] == address_of(first)
         assert told.addresses[1] == address_of(second)
-        assert told.places == (Vacancy(2, (0, 2), 0.5),)
+        assert told.places == (Place(2, (0, 2), 0.5),)
         assert told.text == "0123"
         assert (told.members, told.placement) == ((0, 1), ((0, 2), (1,)))
         assert asking.contents == CONTENTS
@@ -99,7 +99,7 @@ async def test_the_place_of_a_host_that_was_told_to_leave_is_free():
         async with asyncio.timeout(10.0):
             while not told.places:
                 _, told = await asking.ask([address_of(second)])
-        assert told.places == (Vacancy(2, (0, 2), 0.5),)
+        assert told.places == (Place(2, (0, 2), 0.5),)
         assert not second.mesh.missed
 
 
@@ -215,7 +215,7 @@ async def test_who_asks_for_what_there_is_not_is_told_no_more_than_the_invitatio
 
 
 INVITATION = JoinOffer(
-    1, 3, {0: "127.0.0.1:9"}, (Vacancy(2, (1,), 0.5),), describe_files({"plan.json": b"1"}), None
+    1, 3, {0: "127.0.0.1:9"}, (Place(2, (1,), 0.5),), describe_files({"plan.json": b"1"}), None
 )
 
 

@@ -43,16 +43,8 @@ def lane(name: str, steps: int, size: float = 1.0) -> Lane:
 LANES = (lane("easy", 30, 0.8), lane("hard", 60, 1.2))
 
 
-class WithoutClock(Search):
-    """Does all steps, as its parts do, however slow the machine is."""
-
-    @property
-    def elapsed_s(self) -> float:
-        return 0.0
-
-
 def searched(lanes=LANES, case=CASE, budget_s=BUDGET_S):
-    return divide(case, lanes, WithoutClock(0, budget_s))
+    return divide(case, lanes, Search(0, budget_s, timed=False))
 
 
 @pytest.fixture(scope="module")

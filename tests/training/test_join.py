@@ -20,7 +20,7 @@ from skippipe_jax.config import ClusterConfig, Config, DataConfig, parse_config,
 from skippipe_jax.config.resume import identity, settings
 from skippipe_jax.connections.asking import JoinClient, NoListener
 from skippipe_jax.connections.directory import HOST_ID
-from skippipe_jax.connections.join_offer import JoinOffer, Vacancy, describe_files
+from skippipe_jax.connections.join_offer import JoinOffer, Place, describe_files
 from skippipe_jax.connections.join_server import RUN_ENDED
 from skippipe_jax.connections.link_probe import MeasuredLink
 from skippipe_jax.consensus.generations import Generation
@@ -48,7 +48,7 @@ RUN = Config(
     cluster=ClusterConfig(rejoin_s=20.0),
 )
 CONTENTS = {"config.yaml": to_yaml(RUN).encode(), "plan.json": b"{}"}
-DATA, INNER = Vacancy(0, (0,)), Vacancy(2, (1, 2))
+DATA, INNER = Place(0, (0,)), Place(2, (1, 2))
 TEXT = "0123"
 
 
@@ -57,7 +57,7 @@ class Hosts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path):
         self.now_s = 0.0
-        self.answers: list[Sequence[Vacancy] | TemporaryError] = []
+        self.answers: list[Sequence[Place] | TemporaryError] = []
         self.asked: list[list[str]] = []
         monkeypatch.chdir(folder)
         monkeypatch.setattr(JoinClient, "ask", self.ask)
@@ -139,19 +139,19 @@ def test_a_newcomer_keeps_what_it_fetches_in_a_folder_named_after_the_runs(
         ([INNER, DATA], has_text, DATA),
         ([DATA, INNER], has_no_text, INNER),
         ([DATA, INNER], has_other_text, INNER),
-        ([Vacancy(0, (0,), 5.0), INNER], has_text, INNER),
-        ([Vacancy(1, (0, 1)), INNER], has_no_text, INNER),
+        ([Place(0, (0,), 5.0), INNER], has_text, INNER),
+        ([Place(1, (0, 1)), INNER], has_no_text, INNER),
         # Beside the four that the run began with.
-        ([Vacancy(4, (1,)), INNER], has_text, INNER),
-        ([DATA, Vacancy(4, (1,))], has_no_text, Vacancy(4, (1,))),
+        ([Place(4, (1,)), INNER], has_text, INNER),
+        ([DATA, Place(4, (1,))], has_no_text, Place(4, (1,))),
     ],
 )
 def test_it_takes_the_first_place_that_it_can_serve(
     hosts: Hosts,
     capsys: pytest.CaptureFixture[str],
-    places: list[Vacancy],
+    places: list[Place],
     find_text: Callable[[Config], str],
-    chosen: Vacancy,
+    chosen: Place,
 ):
     hosts.answers = [places]
     seeking = hosts.seeking(find_text)
@@ -182,7 +182,7 @@ def test_it_takes_the_first_place_that_it_can_serve(
 def test_it_waits_for_a_place_says_so_once_and_ends(
     hosts: Hosts,
     capsys: pytest.CaptureFixture[str],
-    places: list[Vacancy],
+    places: list[Place],
     find_text: Callable[[Config], str],
     why: str,
 ):
@@ -204,10 +204,10 @@ def test_it_waits_for_a_place_says_so_once_and_ends(
 
 
 def test_it_waits_as_long_as_a_place_is_held_back(hosts: Hosts, capsys: pytest.CaptureFixture[str]):
-    hosts.answers = [[Vacancy(2, (1,), 8.0)], [Vacancy(2, (1,), 8.0)], [Vacancy(2, (1,))]]
+    hosts.answers = [[Place(2, (1,), 8.0)], [Place(2, (1,), 8.0)], [Place(2, (1,))]]
     seeking = hosts.seeking(has_no_text)
     with seeking.fetch():
-        assert seeking.place() == Vacancy(2, (1,))
+        assert seeking.place() == Place(2, (1,))
     assert hosts.now_s == 8.0
     told = "host 2 failed right after its last join; retrying in 8 s"
     assert told in capsys.readouterr().out
@@ -216,7 +216,7 @@ def test_it_waits_as_long_as_a_place_is_held_back(hosts: Hosts, capsys: pytest.C
 def test_it_waits_longer_each_time_where_it_does_not_pay_to_come(
     hosts: Hosts, capsys: pytest.CaptureFixture[str]
 ):
-    hosts.answers = [[Vacancy(4, (1,))]]
+    hosts.answers = [[Place(4, (1,))]]
     seeking, waited_s = hosts.seeking(has_text), []
     with seeking.fetch():
         capsys.readouterr()
@@ -289,17 +289,17 @@ def test_a_host_tells_whose_places_are_free_and_what_they_serve(
     assert own.places({1, 2}) == []
     own.entered(Generation(1, (0, 1, 2), (5, 6, 7), 0, 0), serves, TEXT)
     assert own.places(set()) == []
-    assert own.places({3, 4}) == [Vacancy(3, (0, 1))], "at place 4 nobody could serve"
+    assert own.places({3, 4}) == [Place(3, (0, 1))], "at place 4 nobody could serve"
     assert own.places({1, 3}) == [], "the others go on without host 1 in a moment"
     own.entered(Generation(2, (0, 2), (5, 7), 0, 0), serves, None)
     assert own.text == TEXT
-    assert own.places({1}) == [Vacancy(1, (0,))]
+    assert own.places({1}) == [Place(1, (0,))]
     assert own.places(set()) == [], "its new process has said hello"
     assert own.places({3}) == [], "nobody comes beside the hosts of the start while one is out"
-    assert own.places({1, 3}) == [Vacancy(1, (0,)), Vacancy(3, (0, 1))]
+    assert own.places({1, 3}) == [Place(1, (0,)), Place(3, (0, 1))]
     own.entered(Generation(3, (0, 1, 2), (5, 8, 7), 0, 0), serves, None)
     own.entered(Generation(4, (0,), (5,), 0, 0), serves, None)
-    assert own.places({1, 2}) == [Vacancy(1, (0,), 1.0), Vacancy(2, (1,))]
+    assert own.places({1, 2}) == [Place(1, (0,), 1.0), Place(2, (1,))]
     assert [file.name for file in own.files()[0]] == ["config.yaml", "plan.json"]
     before = own.files()
     assert own.files() is before
@@ -341,7 +341,7 @@ def test_who_finds_its_place_taken_looks_for_the_next(
     monkeypatch.setattr(joining, "connect", refuse)
     offer, asks = SimpleNamespace(hosts=4), {"asked": "", "addresses": [], "run": None}
     seeking: Any = SimpleNamespace(config=Config(), folder=tmp_path, offer=offer, **asks)
-    given = ExitStack(), seeking, Vacancy(2, (1,)), JoinMeasurements()
+    given = ExitStack(), seeking, Place(2, (1,)), JoinMeasurements()
     with pytest.raises(type(refusal)) if ends else nullcontext():
         assert joining._try_join(*given) is None
 

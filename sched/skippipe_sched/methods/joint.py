@@ -69,6 +69,9 @@ SETTLE_SHARE = 0.05
 POLISH_SHARE = 0.04
 # A step of polishing replays an order, which is at least this many times as fast as choosing one.
 REPLAYS_OF_STEP = 1.75
+# Seconds of a step of the rounds that are left, relative to those done: at a lower temperature more
+# simulations end early.
+LATER_COST = 0.9
 ROUNDS = (
     Round(chains=12, share=0.42, hottest=0.03, coldest=0.003),
     Round(chains=4, share=0.26, hottest=0.012, coldest=0.0015),
@@ -188,7 +191,7 @@ class _Joint:
         left += sum(round_.share for round_ in rounds)
         for round_ in rounds:
             if done:
-                seconds_of_step = (self.search.elapsed_s - begun_s) / done
+                seconds_of_step = LATER_COST * (self.search.elapsed_s - begun_s) / done
                 steps = self.search.fitted(steps, seconds_of_step * left * steps)
             chains = sorted(chains, key=lambda chain: chain.cost_s)[: round_.chains]
             share, first_s = int(round_.share * steps / len(chains)), chains[0].cost_s

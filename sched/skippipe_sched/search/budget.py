@@ -49,7 +49,7 @@ class Search:
     budget give the same plan on every machine that is fast enough. The clock is only the last
     resort: `fitted` reduces the steps that would take too long, and once `budget_s` is over, or the
     user interrupts, `stopped` returns true, and the method returns its best result; `end` records
-    both.
+    both. A search that is not `timed` runs all steps, however long they take.
 
     `watch`, if given, is called with the search on every progress: `share` of the budget is used,
     `best_s` is the best iteration so far, `bound_s` a lower bound, if known. A machine's first
@@ -64,6 +64,7 @@ class Search:
     watch: Callable[[Search], None] | None = None
     waits_for_compiler: bool = True
     improves: bool = False
+    timed: bool = True
     end: End = field(default_factory=End)
     best_s: float = field(default=float("inf"), init=False)
     bound_s: float | None = field(default=None, init=False)
@@ -105,14 +106,14 @@ class Search:
 
     def stopped(self) -> bool:
         """Return whether to end now, before all steps are done."""
-        over = self.end.interrupted or self.elapsed_s >= self.budget_s
+        over = self.end.interrupted or (self.timed and self.elapsed_s >= self.budget_s)
         self.end.cut_short |= over
         return over
 
     def fitted(self, steps: float, expected_s: float) -> float:
         """Return `steps`, or fewer if all are expected to take longer than the budget has left."""
         left_s = max(0.0, EXPECTED_SHARE * self.budget_s - self.elapsed_s)
-        if expected_s <= left_s:
+        if not self.timed or expected_s <= left_s:
             return steps
         self.end.cut_short = True
         return steps * left_s / expected_s

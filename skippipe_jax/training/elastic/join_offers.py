@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skippipe_jax.clock import SYSTEM_CLOCK, Clock
 from skippipe_jax.connections.hello import Hello
-from skippipe_jax.connections.join_offer import File, JoinOffer, Vacancy, describe_files
+from skippipe_jax.connections.join_offer import File, JoinOffer, Place, describe_files
 from skippipe_jax.connections.join_server import Pauses
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.joined_folder import contents_of, file_stamps
@@ -64,7 +64,7 @@ class JoinOffers:
         standing = generation.members, generation.placement
         return JoinOffer(*run, *offered, own.spare, *standing), contents
 
-    def places(self, free: Collection[int]) -> list[Vacancy]:
+    def places(self, free: Collection[int]) -> list[Place]:
         """List the free places at which a host would serve a stage.
 
         Empty while a lost host is still a member: its place is about to be free. Without spare
@@ -77,7 +77,7 @@ class JoinOffers:
         if not {*generation.members, *free}.issuperset(range(self._hosts)):
             free = [host for host in free if host < self._hosts]
         return [
-            Vacancy(host, stages, self._pauses.pause_s(host, now_s))
+            Place(host, stages, self._pauses.pause_s(host, now_s))
             for host in sorted(free)
             if (stages := self._serves(host))
         ]

@@ -24,7 +24,7 @@ from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.config.resume import identity, settings
 from skippipe_jax.connections.asking import JoinClient, NoListener
 from skippipe_jax.connections.hello import RunIdentity
-from skippipe_jax.connections.join_offer import JoinOffer, Vacancy
+from skippipe_jax.connections.join_offer import JoinOffer, Place
 from skippipe_jax.connections.join_server import JOINING, LONGEST_S, RUN_ENDED
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.connections.link_probe import MeasuredLink
@@ -123,7 +123,7 @@ class JoinSearch:
         log.output(f"connected to {peer}, run {name}; {files}, {fetched:,} bytes downloaded")
         return lock
 
-    def place(self) -> Vacancy:
+    def place(self) -> Place:
         """Wait for the first free place that this host can serve.
 
         Raises:
@@ -186,7 +186,7 @@ class JoinSearch:
             )
         return ways
 
-    def is_free(self, place: Vacancy) -> bool:
+    def is_free(self, place: Place) -> bool:
         """Ask the hosts again; return whether a place is still free and no better one is.
 
         A place of the original hosts that this host can serve is better than an extra one.
@@ -202,7 +202,7 @@ class JoinSearch:
         """Addresses of the hosts of the run; the one that answered comes first."""
         return [self.asked, *self._known_addresses]
 
-    def _choice(self) -> tuple[Vacancy | None, str]:
+    def _choice(self) -> tuple[Place | None, str]:
         """Choose the place with the shortest pause, or return None with the reason."""
         initial_hosts = self.offer.hosts  # No extra place is used while one of these is lost.
         places = sorted(

@@ -24,7 +24,7 @@ from skippipe_jax.cluster.joining import connect
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.connections.directory import HOST_ID
-from skippipe_jax.connections.join_offer import Vacancy
+from skippipe_jax.connections.join_offer import Place
 from skippipe_jax.connections.link_probe import MeasuredLink
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.models.footprint import buddy_checkpoint_bytes
@@ -90,7 +90,7 @@ def joined_by_address(
 
 
 def _try_join(
-    stack: ExitStack, seeking: JoinSearch, place: Vacancy, measured: JoinMeasurements
+    stack: ExitStack, seeking: JoinSearch, place: Place, measured: JoinMeasurements
 ) -> Membership | None:
     """Join as the host of a place until `stack` is closed; return None if another host took it."""
     measured.keep(seeking.folder)
@@ -117,7 +117,7 @@ def _fingerprint(config: Config) -> str:
     return TrainingBatches(with_run_tokenizer(config)).fingerprint
 
 
-def _compile_and_measure(seeking: JoinSearch, place: Vacancy) -> JoinMeasurements:
+def _compile_and_measure(seeking: JoinSearch, place: Place) -> JoinMeasurements:
     """Compile the stages of a place, and measure if it is an extra one.
 
     For an extra place, measures the links to the hosts that train and, if the run has measured its
@@ -143,7 +143,7 @@ def _compile_and_measure(seeking: JoinSearch, place: Vacancy) -> JoinMeasurement
 
 
 def _decline_reason(
-    seeking: JoinSearch, place: Vacancy, measured: JoinMeasurements, *, anyway: bool
+    seeking: JoinSearch, place: Place, measured: JoinMeasurements, *, anyway: bool
 ) -> str | None:
     """Explain why joining at an extra place does not pay off; None if it does."""
     config, offer = seeking.config, seeking.offer

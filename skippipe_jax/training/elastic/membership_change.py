@@ -106,9 +106,9 @@ def setup_for_group(
     it; otherwise repair plans are made. `new` describes the nodes of extra hosts by their
     measurements. The stage partition stays, so only a host that gets another stage has to compile.
     """
-    rank = {host: place for place, host in enumerate(group.hosts)}
+    ranks = {host: rank for rank, host in enumerate(group.hosts)}
     places = host_by_node(config, setup.host_of)
-    kept = [node for node, host in enumerate(places) if host in rank]
+    kept = [node for node, host in enumerate(places) if host in ranks]
     present = set(kept)
     stages = tuple(
         tuple(node for node in nodes if node in present) for nodes in group.generation.placement
@@ -122,6 +122,6 @@ def setup_for_group(
     if found is not None:
         plans[OWN] = found
     schedule = Schedule(setup.schedule.recipe, plans)
-    host_of = tuple(rank[places[node]] for node in kept)
+    host_of = tuple(ranks[places[node]] for node in kept)
     programs = compile_plans(plans, host_of, group.index)
     return replace(setup, schedule=schedule, host_of=host_of, programs=programs)

@@ -30,7 +30,7 @@ def cases_to_search(current: Plan, own: Plan) -> list[Case]:
     share, more = divmod(sum(case.microbatches), sizes[0])
     if share == 0:  # Each data node must have a microbatch.
         return [case]
-    microbatches = [share + (place < more) for place in range(sizes[0])]
+    microbatches = [share + (index < more) for index in range(sizes[0])]
     return [case, with_nodes(case, nodes, sizes, microbatches)]
 
 

@@ -17,7 +17,7 @@ from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 
 
 @dataclass(frozen=True)
-class Place:
+class HostPosition:
     """Position of this host in a run of several."""
 
     index: int
@@ -30,24 +30,24 @@ class Place:
     spare: int = 0  # number of extra hosts that may join
 
 
-def find_place(
+def find_position(
     config: ClusterConfig,
     coordinator: str | None,
     hosts: int | None,
     host_id: int | None,
     distributed: bool,
     spare: int = 0,
-) -> Place | None:
-    """Find this host's place from the arguments or the environment; None for a single host.
+) -> HostPosition | None:
+    """Find this host's position from the arguments or the environment; None for a single host.
 
     Raises:
         InputError: for arguments that contradict each other, or a cluster that JAX cannot detect.
     """
     if (coordinator, hosts, host_id) != (None, None, None):
-        return _place_from_arguments(coordinator, hosts, host_id, spare)
+        return _position_from_arguments(coordinator, hosts, host_id, spare)
     if distributed or _is_launched_with_others():
         address, count, index = jax_runtime.detect(config)
-        return Place(index, count, parse_address("detected --coordinator", address))
+        return HostPosition(index, count, parse_address("detected --coordinator", address))
     return None
 
 
@@ -75,9 +75,9 @@ def require_same_runtime(host: Host, config: ClusterConfig, runtime: str) -> Non
         )
 
 
-def _place_from_arguments(
+def _position_from_arguments(
     coordinator: str | None, hosts: int | None, host_id: int | None, spare: int
-) -> Place:
+) -> HostPosition:
     together = "Give --coordinator HOST:PORT, --hosts N and --host-id I together, or none of them"
     if coordinator is None:
         raise InputError("--coordinator", None, "is required with --hosts or --host-id", together)
@@ -90,7 +90,7 @@ def _place_from_arguments(
     if not 0 <= host_id < hosts + spare:
         remedy = f"Give each host its own id from 0 to {hosts - 1}"
         raise InputError("--host-id", host_id, f"is out of range for {hosts} hosts", remedy)
-    return Place(host_id, hosts, parse_address("--coordinator", coordinator))
+    return HostPosition(host_id, hosts, parse_address("--coordinator", coordinator))
 
 
 def _is_launched_with_others() -> bool:

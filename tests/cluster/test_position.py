@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.place import chosen_runtime, find_place, require_same_runtime
+from skippipe_jax.cluster.position import chosen_runtime, find_position, require_same_runtime
 from skippipe_jax.config import ClusterConfig
 from tests.harness.thread_hosts import on_hosts
 
@@ -26,7 +26,7 @@ def test_variables_of_a_cluster_that_are_no_numbers_are_refused(monkeypatch: pyt
     for name, value in (SLURM | variables | {"SLURM_LOCALID": "0"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=r"could not detect the cluster: .*'seven'. Set --coord"):
-        find_place(ClusterConfig(), None, None, None, distributed=False)
+        find_position(ClusterConfig(), None, None, None, distributed=False)
 
 
 @pytest.mark.parametrize(
