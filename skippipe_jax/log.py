@@ -20,6 +20,8 @@ MAX_WAITING = 10_000
 """Maximum number of lines in the queue; further lines are dropped."""
 FLUSH_S = 1.0
 """Seconds that an ending process waits for its last lines to be printed."""
+SECONDS_BETWEEN_LINES = 10.0
+"""Seconds between lines that report the progress of one activity without a terminal."""
 LEVELS = ("info", "warning", "error")
 CLEAR_BAR = "\r\x1b[K"
 """Control characters that clear a progress bar on the cursor's line; the next iteration draws it

@@ -23,7 +23,7 @@ from skippipe_sched.problem.case import OPTIONAL, REQUIRED
 from skippipe_sched.problem.open_case import candidates
 from skippipe_sched.serving import case as serving
 
-from docs import reference, rooms
+from docs import reference, subpackages
 from docs.follow import (
     DOCS,
     ROOT,
@@ -275,7 +275,7 @@ def test_every_command_of_a_page_is_one_that_the_reference_tells_of():
 # What is written from the code.
 
 
-@pytest.mark.parametrize("module", [reference, rooms])
+@pytest.mark.parametrize("module", [reference, subpackages])
 def test_what_is_written_from_the_code_is_up_to_date(module: ModuleType):
     for path, text in module.written().items():
         # argparse of later Pythons words --help otherwise than the one that wrote it.

@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         for path in arguments.input
     ]
+    _require_outside(arguments.output, arguments.input)
     with new_directory(arguments.output, "--output") as folder:
         tokenizer_folder, name = folder / TOKENIZER_FOLDER, arguments.tokenizer
         if arguments.train_bpe is not None:
@@ -119,6 +120,14 @@ def run(arguments: argparse.Namespace) -> int:
         words = ["skippipe", "train", "--data", str(arguments.output), *packing]
         print(f"train on it with:\n{shlex.join(words)}")
     return 0
+
+
+def _require_outside(output: Path, texts: Sequence[str]) -> None:
+    """Refuse an output folder that lies in a folder that is read as text."""
+    for path in map(Path, texts):
+        if path.is_dir() and output.resolve().is_relative_to(path.resolve()):
+            problem = f"is in {path}, which is read as text"
+            raise InputError("--output", str(output), problem, "Name a folder outside of it")
 
 
 def _tokenizer_phrase(arguments: argparse.Namespace) -> str:

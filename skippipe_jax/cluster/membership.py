@@ -126,9 +126,9 @@ class Group:
         return frozenset(map(self.hosts.index, self.generation.fresh))
 
     @property
-    def apart(self) -> frozenset[int]:
+    def diskless(self) -> frozenset[int]:
         """Diskless hosts, which do not reach the folder of the run."""
-        return frozenset(map(self.hosts.index, self.generation.apart))
+        return frozenset(map(self.hosts.index, self.generation.diskless))
 
     @property
     def holders(self) -> list[list[int]]:

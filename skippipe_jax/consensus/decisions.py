@@ -34,16 +34,16 @@ from skippipe_jax.consensus.generations import (
     Accepted,
     Apply,
     Ask,
-    Beat,
+    Commit,
     ConsensusRules,
     ConsensusState,
     Contribution,
-    Counts,
     Decided,
     Effect,
     Enter,
     Event,
     Generation,
+    Heartbeat,
     Held,
     Message,
     NotMember,
@@ -61,14 +61,14 @@ from skippipe_jax.consensus.generations import (
     Tick,
     Told,
     Writes,
-    after_beat,
+    after_heartbeat,
 )
 from skippipe_jax.consensus.next_generation import (
     asks_store,
     can_decide,
+    can_leave_out,
     entered_with,
     going,
-    is_valid_bypass,
     next_generation,
     reading_without_text,
     served,
@@ -119,7 +119,7 @@ def advance(state: ConsensusState, event: Event) -> tuple[ConsensusState, list[E
         case Abandoned(number):
             if number != state.number or not state.takes_part:
                 return state, []
-            # Its beats carry this ballot. That of any proposal is greater, so no proposal waits.
+            # Its heartbeats carry this ballot. That of any proposal is greater, so none waits.
             ballot = 0, state.host
             return replace(state, promised=ballot, highest=max(state.highest, ballot)), []
         case Stored(generation):
@@ -142,12 +142,12 @@ def _received(
     match message:
         case Decided(generation):
             return _decided(state, generation)
-        case Beat():
-            return _beat(state, source, message)
+        case Heartbeat():
+            return _note_heartbeat(state, source, message)
         case Contribution(number, step, totals):
             is_current = number == state.number and state.takes_part
             return _contribution(state, source, step, totals) if is_current else (state, [])
-        case Counts(number, step, outcome):
+        case Commit(number, step, outcome):
             is_current = number == state.number and state.takes_part
             is_leader = state.generation is not None and source == state.generation.leader
             return _count(state, step, outcome) if is_current and is_leader else (state, [])
@@ -177,7 +177,7 @@ def _is_of_run(state: ConsensusState, message: Message) -> bool:
     is_ours = is_of_start and is_of_number and has_hosts and rules.fits(generation.placement)
     stages = {*generation.lost, *generation.left_out, *(one.stage for one in generation.remade)}
     is_whole = len(generation.holders) in (0, rules.stages) and stages <= {*range(rules.stages)}
-    return is_ours and is_whole and is_valid_bypass(rules, generation)
+    return is_ours and is_whole and can_leave_out(rules, generation)
 
 
 def _presence(state: ConsensusState, host: int, *, is_there: bool) -> ConsensusState:
@@ -189,10 +189,10 @@ def _presence(state: ConsensusState, host: int, *, is_there: bool) -> ConsensusS
 
 
 def _tick(state: ConsensusState) -> tuple[ConsensusState, list[Effect]]:
-    """Send a beat and messages that may have been lost; propose if it is this host's turn."""
+    """Send a heartbeat and messages that may have been lost; propose if it is this host's turn."""
     if state.host in state.leaving:
-        state = _count_leaving_beat(state, state.host)
-    effects = state.to_others(_own_beat(state), state.rules.hosts)
+        state = _count_leaving_heartbeat(state, state.host)
+    effects = state.to_others(_own_heartbeat(state), state.rules.hosts)
     if state.takes_part and state.totals is not None:
         state, more = _contribute(state)
         effects += more
@@ -210,44 +210,48 @@ def _tick(state: ConsensusState) -> tuple[ConsensusState, list[Effect]]:
     return state, effects
 
 
-def _own_beat(state: ConsensusState) -> Beat:
-    return Beat(
+def _own_heartbeat(state: ConsensusState) -> Heartbeat:
+    return Heartbeat(
         state.number,
         state.process,
         state.promised,
         missed=tuple(sorted(state.suspected)),
         leaves=state.host in state.leaving,
-        is_apart=state.rules.is_apart,
+        is_diskless=state.rules.is_diskless,
         lacks_text=state.host in state.textless,
     )
 
 
-def _beat(state: ConsensusState, source: int, beat: Beat) -> tuple[ConsensusState, list[Effect]]:
-    """Note the status in a beat; send the decided generation to a host that is behind."""
-    missed = [host for host in beat.missed if host in state.rules.hosts]
+def _note_heartbeat(
+    state: ConsensusState, source: int, heartbeat: Heartbeat
+) -> tuple[ConsensusState, list[Effect]]:
+    """Note the status in a heartbeat; send the decided generation to a host that is behind."""
+    missed = [host for host in heartbeat.missed if host in state.rules.hosts]
     others = state.textless - {source}
     state = replace(
         state,
-        complaints=after_beat(state.complaints, source, missed),
-        textless=others | {source} if beat.lacks_text else others,
+        complaints=after_heartbeat(state.complaints, source, missed),
+        textless=others | {source} if heartbeat.lacks_text else others,
     )
-    if beat.leaves:
-        state = _count_leaving_beat(state, source)
+    if heartbeat.leaves:
+        state = _count_leaving_heartbeat(state, source)
     elif source in state.leaving:  # It has restarted.
         state = replace(state, leaving={h: n for h, n in state.leaving.items() if h != source})
-    if not state.number or beat.number > state.number:
+    if not state.number or heartbeat.number > state.number:
         return state, []
     assert state.generation is not None, "has a number"
-    if beat.number == state.number:
-        ballot = beat.promised if source in state.members else NO_BALLOT
+    if heartbeat.number == state.number:
+        ballot = heartbeat.promised if source in state.members else NO_BALLOT
         return replace(state, highest=max(state.highest, ballot)), []
-    if beat.number == 0 and not state.generation.has(source, beat.process):
-        apart = state.apart | {source} if beat.is_apart else state.apart - {source}
-        return replace(state, waiting={**state.waiting, source: beat.process}, apart=apart), []
+    if heartbeat.number == 0 and not state.generation.has(source, heartbeat.process):
+        diskless = state.diskless | {source} if heartbeat.is_diskless else state.diskless - {source}
+        return replace(
+            state, waiting={**state.waiting, source: heartbeat.process}, diskless=diskless
+        ), []
     return state, [Send(source, Decided(state.generation))]
 
 
-def _count_leaving_beat(state: ConsensusState, host: int) -> ConsensusState:
+def _count_leaving_heartbeat(state: ConsensusState, host: int) -> ConsensusState:
     return replace(state, leaving={**state.leaving, host: state.leaving.get(host, 0) + 1})
 
 
@@ -270,7 +274,7 @@ def _contribution(
     if not state.leads or source not in state.members:
         return state, []
     if step == standing.applied and standing.outcome is not None:
-        return state, [Send(source, Counts(number, step, standing.outcome))]  # The commit was lost.
+        return state, [Send(source, Commit(number, step, standing.outcome))]  # The commit was lost.
     lengths = {len(own) for own in (*state.heard.values(), totals)}
     if step != standing.applied + 1 or len(lengths) > 1:
         return state, []
@@ -278,7 +282,7 @@ def _contribution(
     if len(state.heard) < len(state.members):
         return state, []
     outcome = state.rules.add_up(state.heard)
-    commits = state.to_others(Counts(number, step, outcome), state.members)
+    commits = state.to_others(Commit(number, step, outcome), state.members)
     state, effects = _count(state, step, outcome)
     return state, commits + effects
 
@@ -349,7 +353,7 @@ def _asked(state: ConsensusState, source: int, ask: Ask) -> tuple[ConsensusState
         return state, []
     if ask.ballot < state.promised:
         # A host must not take its own status for that of another, which would be a complaint.
-        return state, [] if source == state.host else [Send(source, _own_beat(state))]
+        return state, [] if source == state.host else [Send(source, _own_heartbeat(state))]
     state = replace(state, promised=ask.ballot, highest=max(state.highest, ask.ballot))
     if ask.generation is None:
         wish = state.wish if state.leads else None
@@ -438,7 +442,7 @@ def _decided(state: ConsensusState, generation: Generation) -> tuple[ConsensusSt
         suspected=state.suspected,
         waiting={host: own for host, own in state.waiting.items() if host not in members},
         leaving=state.leaving,
-        apart=state.apart,
+        diskless=state.diskless,
         textless=state.textless,
     )
     return entered, effects

@@ -4,8 +4,8 @@
 
 A host that is gone or stopped is silent to all. If one member misses another one that others still
 receive from, their link is broken, and one of the two is excluded until it is repaired. A complaint
-is valid once enough beats of its target have arrived since. Nothing more arrives from a lost host,
-so complaints about it never become valid.
+is valid once enough heartbeats of its target have arrived since. Nothing more arrives from a lost
+host, so complaints about it never become valid.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Generation:
         holders: members that hold the state of each stage; other members that serve it get it
             from one of them. Empty if all members have the states that they serve.
         plan: digest of the plan to follow; empty for the repair plan that every member makes.
-        apart: members that cannot reach the run directory.
+        diskless: members that cannot reach the run directory.
         left_out: stages that no member serves and that training skips.
         saved: last step whose checkpoint is complete, to the knowledge of the deciding members.
     """
@@ -113,14 +113,14 @@ class Generation:
     plan: Text = ""
     lost: Numbers = field(default=(), kw_only=True)
     remade: tuple[RebuiltStage, ...] = field(default=(), kw_only=True)
-    apart: Numbers = field(default=(), kw_only=True)
+    diskless: Numbers = field(default=(), kw_only=True)
     left_out: Numbers = field(default=(), kw_only=True)
     saved: Number = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the hosts that it names, unless it is none (number 0)."""
         sources = (one.sources for one in self.remade)
-        named = {self.leader, *self.fresh, *self.apart}.union(*self.holders, *sources)
+        named = {self.leader, *self.fresh, *self.diskless}.union(*self.holders, *sources)
         members = self.members
         if sorted(set(members)) != [*members] or len(self.processes) != len(members):
             raise ValueError("the members are not sorted, or do not match the processes")
@@ -208,7 +208,7 @@ class Decided(_Message, frozen=True):
     generation: Generation
 
 
-class Beat(_Message, frozen=True):
+class Heartbeat(_Message, frozen=True):
     """Heartbeat of the consensus, with the status of the sender.
 
     Attributes:
@@ -217,7 +217,7 @@ class Beat(_Message, frozen=True):
         promised: greatest ballot for the next generation that it has answered.
         missed: hosts from which it receives nothing.
         leaves: True if it was asked to leave.
-        is_apart: True if it cannot reach the run directory.
+        is_diskless: True if it cannot reach the run directory.
         lacks_text: True if it does not have the training text of the run.
     """
 
@@ -226,7 +226,7 @@ class Beat(_Message, frozen=True):
     promised: Ballot
     missed: Numbers = ()
     leaves: bool = False
-    is_apart: bool = False
+    is_diskless: bool = False
     lacks_text: bool = False
 
 
@@ -238,7 +238,7 @@ class Contribution(_Message, frozen=True):
     totals: Sums
 
 
-class Counts(_Message, frozen=True):
+class Commit(_Message, frozen=True):
     """Commit of a step, with the sum of the totals of all members."""
 
     number: Number
@@ -246,7 +246,7 @@ class Counts(_Message, frozen=True):
     outcome: Sums
 
 
-Message = Ask | Promise | Accepted | Decided | Beat | Contribution | Counts
+Message = Ask | Promise | Accepted | Decided | Heartbeat | Contribution | Commit
 
 
 # Events.
@@ -388,23 +388,24 @@ the lost stages are rebuilt; raises `RebuildImpossible` if they cannot be."""
 
 @dataclass(frozen=True, kw_only=True)
 class ConsensusRules:
-    """Parameters and functions of the run that are the same on all hosts, but for `is_apart`.
+    """Parameters and functions of the run that are the same on all hosts, but for `is_diskless`.
 
     Attributes:
         host_of: host of each node, including those of spare places.
         stages: number of stages.
-        placed: (placement, hosts, apart, left_out) -> another placement, by which these hosts serve
-            all stages but `left_out`, or None; hosts that are `apart` do not newly serve stage 0.
+        placed: (placement, hosts, diskless, left_out) -> another placement, by which these hosts
+            serve all stages but `left_out`, or None; those that are `diskless` do not newly serve
+            stage 0.
         add_up: totals of all members, by host -> their sum.
         fits: returns True for a valid placement of this run.
-        safest: (placement, hosts, apart) -> placement that also covers all stages, and loses less
-            if another host is lost.
+        safest: (placement, hosts, diskless) -> placement that also covers all stages, and loses
+            less if another host is lost.
         without_text: (placement, hosts) -> placement in which these hosts do not serve the data
             stage.
         rewinds: True if a run that has lost a stage goes back to its last checkpoint; else it ends.
         leaves_out: True if the run continues without a lost stage instead.
         remakes: rebuilds lost stages without a rollback; None under other policies.
-        is_apart: True if this host cannot reach the run directory.
+        is_diskless: True if this host cannot reach the run directory.
     """
 
     host_of: tuple[int, ...]
@@ -419,7 +420,7 @@ class ConsensusRules:
     rewinds: bool = True
     leaves_out: bool = False
     remakes: Remakes | None = None
-    is_apart: bool = False
+    is_diskless: bool = False
 
     @functools.cached_property
     def hosts(self) -> range:
@@ -458,14 +459,14 @@ class Proposal(msgspec.Struct, frozen=True):
 # Broken links between live hosts, and the choice of the hosts to exclude for them.
 
 Complaints = Mapping[tuple[int, int], int]
-"""Number of beats received here since the complaint, by (complaining host, missed host)."""
+"""Number of heartbeats received here since the complaint, by (complaining host, missed host)."""
 
 BROKEN_AFTER = 4
-"""Beats of the missed host after which a complaint is valid: the link counts as broken."""
+"""Heartbeats of the missed host after which a complaint is valid: the link counts as broken."""
 
 
-def after_beat(complaints: Complaints, source: int, missed: Iterable[int]) -> Complaints:
-    """Update the complaints by a beat of `source`, which misses the hosts `missed`."""
+def after_heartbeat(complaints: Complaints, source: int, missed: Iterable[int]) -> Complaints:
+    """Update the complaints by a heartbeat of `source`, which misses the hosts `missed`."""
     of_source = {(source, other): complaints.get((source, other), 0) for other in missed}
     rest = {
         (host, other): heard + (other == source)
@@ -517,10 +518,10 @@ class ConsensusState(msgspec.Struct, frozen=True):
         highest: greatest ballot for the next generation that it has seen.
         suspected: hosts that may be lost.
         waiting: processes that are in no generation and ask to join the next, by host.
-        apart: waiting hosts that cannot reach the run directory.
+        diskless: waiting hosts that cannot reach the run directory.
         textless: hosts that do not have the training text.
         complaints: pairs of hosts of which the first does not receive from the second.
-        leaving: hosts that were asked to leave, with the number of their beats since then.
+        leaving: hosts that were asked to leave, with the number of their heartbeats since then.
         wish: on the leader, requested placement and plan of the next generation.
     """
 
@@ -538,7 +539,7 @@ class ConsensusState(msgspec.Struct, frozen=True):
     highest: Ballot = NO_BALLOT
     suspected: frozenset[int] = frozenset()
     waiting: Mapping[int, int] = msgspec.field(default_factory=dict)
-    apart: frozenset[int] = frozenset()
+    diskless: frozenset[int] = frozenset()
     textless: frozenset[int] = frozenset()
     complaints: Complaints = msgspec.field(default_factory=dict)
     leaving: Mapping[int, int] = msgspec.field(default_factory=dict)

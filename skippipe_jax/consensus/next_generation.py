@@ -1,14 +1,14 @@
 """Choice of the next generation, once enough members of the last one have promised.
 
 **Leaving.** A host may be asked to leave. Preemption notices may reach one host or all of them, at
-different times. So a host leaves only when its notice is some beats old, after a committed step. If
-by then so many hosts were asked to leave that the rest could not continue, none of them leaves, and
-the run ends.
+different times. So a host leaves only when its notice is some heartbeats old, after a committed
+step. If by then so many hosts were asked to leave that the rest could not continue, none of them
+leaves, and the run ends.
 
-**Diskless hosts** are members that are `apart`, without access to the shared run directory. They
-train like all others, with three exceptions. They do not lead, since the leader writes to the run
+**Diskless hosts** are members without access to the shared run directory. They train like all
+others, with three exceptions. They do not lead, since the leader writes to the run
 directory. They read no checkpoint, so in a rollback they get their states from others. They do not
-continue alone: if all remaining members are apart, the run ends. They may also lack the training
+continue alone: if all remaining members are diskless, the run ends. They may also lack the training
 text, so none of them newly serves the data stage. A host that is to serve that stage, but has no
 text or another one, reports this; no step is committed until it serves another stage.
 
@@ -38,6 +38,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 
+from skippipe_sched.problem.plan import DATA_STAGE
+
 from skippipe_jax.config.cluster import SKIP
 from skippipe_jax.consensus.generations import (
     ConsensusRules,
@@ -52,21 +54,18 @@ from skippipe_jax.consensus.generations import (
 )
 from skippipe_jax.errors import RebuildImpossible
 
-DATA_STAGE = 0
-"""Stage whose hosts read the training text."""
-
-BEATS_BEFORE_LEAVING = 4
-"""Beats with its notice that a leaving host has to send before the others continue without it."""
+HEARTBEATS_BEFORE_LEAVING = 4
+"""Heartbeats with its notice that a leaving host sends before the others continue without it."""
 
 
 def can_decide(last: Generation | None, hosts: Iterable[int]) -> bool:
     """Return True if these members can decide on the next generation: a majority of the last.
 
-    Of two members of which one is apart, the other decides alone: the run needs it anyway.
+    Of two members of which one is diskless, the other decides alone: the run needs it anyway.
     """
     if last is None:
         return False
-    some, reaching = set(hosts) & set(last.members), set(last.members) - set(last.apart)
+    some, reaching = set(hosts) & set(last.members), set(last.members) - set(last.diskless)
     if len(last.members) == 2 and len(reaching) == 1:
         return some >= reaching
     return 2 * len(some) > len(last.members)
@@ -75,13 +74,18 @@ def can_decide(last: Generation | None, hosts: Iterable[int]) -> bool:
 def asks_store(state: ConsensusState) -> bool:
     """Return True if storage decides on the next generation: for two members that reach it."""
     last = state.generation
-    return last is not None and len(last.members) == 2 and not last.apart
+    return last is not None and len(last.members) == 2 and not last.diskless
 
 
-def leader_of(members: Iterable[int], holding: Iterable[int], apart: Collection[int]) -> int:
-    """Choose the leader: preferably not apart and holding its state, with the smallest id."""
+def leader_of(members: Iterable[int], holding: Iterable[int], diskless: Collection[int]) -> int:
+    """Choose the leader: preferably not diskless and holding its state, with the smallest id."""
     everybody, with_state = frozenset(members), frozenset(holding)
-    choices = (with_state.difference(apart), everybody.difference(apart), with_state, everybody)
+    choices = (
+        with_state.difference(diskless),
+        everybody.difference(diskless),
+        with_state,
+        everybody,
+    )
     return min(next(some for some in choices if some))
 
 
@@ -93,14 +97,17 @@ def reading_without_text(
 
 
 def is_readable(
-    rules: ConsensusRules, before: Placement, placement: Placement, apart: Iterable[int]
+    rules: ConsensusRules, before: Placement, placement: Placement, diskless: Iterable[int]
 ) -> bool:
-    """Return True if hosts that are `apart` serve the data stage only where they did `before`.
+    """Return True if hosts that are `diskless` serve the data stage only where they did `before`.
 
     The other hosts reach the training text.
     """
-    apart = frozenset(apart)
-    return rules.serving(placement, apart)[DATA_STAGE] <= rules.serving(before, apart)[DATA_STAGE]
+    diskless = frozenset(diskless)
+    return (
+        rules.serving(placement, diskless)[DATA_STAGE]
+        <= rules.serving(before, diskless)[DATA_STAGE]
+    )
 
 
 # Placement and holders of states.
@@ -112,7 +119,7 @@ def chosen(
     held: HostsOfStages,
     members: frozenset[int],
     going: frozenset[int],
-    apart: Collection[int],
+    diskless: Collection[int],
     wish: PlanRequest | None,
     left_out: Collection[int] = (),
 ) -> tuple[Placement, frozenset[int], str] | None:
@@ -120,8 +127,8 @@ def chosen(
 
     The plan is a digest, empty for a repair plan. Hosts that are `going` stay members and serve
     their stages until the others hold the states of all stages. A `wish` is followed only if no
-    host joins or leaves. Hosts that are `apart` do not newly serve the data stage. Stages that are
-    `left_out` need no host.
+    host joins or leaves. Hosts that are `diskless` do not newly serve the data stage. Stages that
+    are `left_out` need no host.
     """
     placement = last.placement
     is_same = members == set(last.members)
@@ -130,14 +137,14 @@ def chosen(
         and is_same
         and not going
         and covers(rules, wish.placement, members)
-        and is_readable(rules, placement, wish.placement, apart)
+        and is_readable(rules, placement, wish.placement, diskless)
     ):
         target, plan, staying = wish.placement, wish.plan, members
     else:
         staying = members - going
-        target, plan = covering(rules, placement, staying, apart, left_out), ""
+        target, plan = covering(rules, placement, staying, diskless, left_out), ""
     if target is None:
-        staying, target = members, covering(rules, placement, members, apart, left_out)
+        staying, target = members, covering(rules, placement, members, diskless, left_out)
     if target is None or not are_held(held, left_out):
         return None
     serving = rules.serving(target, staying)
@@ -152,18 +159,18 @@ def covering(
     rules: ConsensusRules,
     placement: Placement,
     hosts: frozenset[int],
-    apart: Collection[int],
+    diskless: Collection[int],
     left_out: Collection[int] = (),
 ) -> Placement | None:
     """Return the placement if these hosts serve all stages under it, else another, or None.
 
-    It may be replaced by a safer one (see `ConsensusRules`). Hosts that are `apart` do not newly
+    It may be replaced by a safer one (see `ConsensusRules`). Hosts that are `diskless` do not newly
     serve the data stage. Stages that are `left_out` need no host.
     """
     if covers(rules, placement, hosts, left_out):
-        safer = rules.safest(placement, hosts, apart) if not left_out else placement
+        safer = rules.safest(placement, hosts, diskless) if not left_out else placement
         return safer if covers(rules, safer, hosts, left_out) else placement
-    moved = rules.placed(placement, hosts, apart, left_out)
+    moved = rules.placed(placement, hosts, diskless, left_out)
     return moved if moved is not None and covers(rules, moved, hosts, left_out) else None
 
 
@@ -242,7 +249,7 @@ def remade(
     """
     assert rules.remakes is not None, "the policy is to rebuild"
     members = frozenset(following.members)
-    placement = rules.placed(following.placement, members, following.apart, ())
+    placement = rules.placed(following.placement, members, following.diskless, ())
     if placement is None or not covers(rules, placement, members):
         raise RebuildImpossible("; too few hosts remain to serve all stages")
     if following.step == max(own.standing.saved for own in promises.values()):
@@ -262,7 +269,7 @@ def still_left_out(
     return tuple(stage for stage in last.left_out if not serving[stage])
 
 
-def is_valid_bypass(rules: ConsensusRules, generation: Generation) -> bool:
+def can_leave_out(rules: ConsensusRules, generation: Generation) -> bool:
     """Return True if a generation leaves out only stages that it may, and no member serves."""
     if not generation.left_out:
         return True
@@ -288,13 +295,13 @@ def without_lost(
     members = frozenset(following.members)
     if {*chain(*rules.serving(placement, members))} != members:
         # Extra hosts serve no stage under this placement; they get stages that others hold.
-        placement = rules.placed(placement, members, following.apart, lost)
+        placement = rules.placed(placement, members, following.diskless, lost)
         if placement is None:
             raise RebuildImpossible("; too few hosts remain to serve the other stages")
     serving = rules.serving(placement, members)
 
     def reader(stage: int) -> int:
-        return min(serving[stage].difference(following.apart), default=following.leader)
+        return min(serving[stage].difference(following.diskless), default=following.leader)
 
     return replace(
         following,
@@ -318,7 +325,7 @@ def going(state: ConsensusState) -> frozenset[int]:
     if is_the_end(state):
         return frozenset()
     return frozenset(
-        host for host in _asked_to_leave(state) if state.leaving[host] >= BEATS_BEFORE_LEAVING
+        host for host in _asked_to_leave(state) if state.leaving[host] >= HEARTBEATS_BEFORE_LEAVING
     )
 
 
@@ -328,13 +335,13 @@ def is_the_end(state: ConsensusState) -> bool:
     if not asked or state.generation is None:
         return False
     staying = frozenset(state.members) - asked
-    apart = {*state.generation.apart, *state.textless}
+    diskless = {*state.generation.diskless, *state.textless}
     most_leave = 2 * len(asked) > len(state.members)
-    # Members that are apart could not save checkpoints.
-    if most_leave or staying <= {*state.generation.apart}:
+    # Members that are diskless could not save checkpoints.
+    if most_leave or staying <= {*state.generation.diskless}:
         return True
     left_out = state.generation.left_out
-    return covering(state.rules, state.generation.placement, staying, apart, left_out) is None
+    return covering(state.rules, state.generation.placement, staying, diskless, left_out) is None
 
 
 def _asked_to_leave(state: ConsensusState) -> frozenset[int]:
@@ -361,25 +368,27 @@ def next_generation(state: ConsensusState, promises: Mapping[int, Promise]) -> G
     without_text = state.textless & everybody
     if reading := reading_without_text(state, everybody, last.placement):
         last = replace(last, placement=rules.without_text(last.placement, reading), plan="")
-    # New hosts have reported whether they are apart.
-    apart = {host for host in everybody if host in (state.apart if host in new else last.apart)}
-    unreading = apart | without_text
+    # New hosts have reported whether they are diskless.
+    diskless = {
+        host for host in everybody if host in (state.diskless if host in new else last.diskless)
+    }
+    unreading = diskless | without_text
     left_out = still_left_out(rules, last, everybody)
     choice = chosen(rules, last, held, everybody, leaving, unreading, wish, left_out)
     placement, everybody, plan = choice or (last.placement, everybody, "")
     members = tuple(sorted(everybody))
     process_of = dict(zip(last.members, last.processes, strict=True)) | new
     without = frozenset() if state.proposal is None else state.proposal.without
-    apart = tuple(host for host in members if host in apart)
+    diskless = tuple(host for host in members if host in diskless)
     lacks_some = any(own.standing.applied < furthest.applied for own in promises.values())
     holding = everybody.intersection(chain(*held))
-    leading = holding - leaving - {*apart}
+    leading = holding - leaving - {*diskless}
     saved = max(own.standing.saved for own in promises.values())
     following = Generation(
         last.number + 1,
         members,
         tuple(process_of[host] for host in members),
-        leader=leader_of(members, leading or holding or promised, apart),
+        leader=leader_of(members, leading or holding or promised, diskless),
         step=furthest.applied,
         outcome=furthest.outcome if lacks_some else None,
         fresh=tuple(host for host in members if host not in holding),
@@ -387,12 +396,12 @@ def next_generation(state: ConsensusState, promises: Mapping[int, Promise]) -> G
         start=last.start,
         holders=in_order([hosts & everybody for hosts in held]) if choice else (),
         plan=plan,
-        apart=apart,
+        diskless=diskless,
         left_out=left_out if choice else (),
         saved=saved,
     )
     following = replace(following, cause=_cause(state, following, new, without, leaving, reading))
-    if set(apart) == set(members):
+    if set(diskless) == set(members):
         return replace(following, is_last=True)  # No member could save a checkpoint.
     # The last generation may not have read its checkpoint yet, so its members may have no states
     # to transfer.
@@ -409,15 +418,15 @@ def next_generation(state: ConsensusState, promises: Mapping[int, Promise]) -> G
                 return remade(rules, following, held, promises)
         except RebuildImpossible as error:
             following = replace(following, cause=f"{following.cause}{error}")
-    leader = leader_of(members, promised.intersection(members), apart)
-    following = replace(following, step=saved, outcome=None, fresh=apart, leader=leader)
-    reaching = frozenset(members).difference(apart)
+    leader = leader_of(members, promised.intersection(members), diskless)
+    following = replace(following, step=saved, outcome=None, fresh=diskless, leader=leader)
+    reaching = frozenset(members).difference(diskless)
     placement = rules.placed(last.placement, reaching, without_text, ()) if rules.rewinds else None
-    if placement is not None:  # Members that are apart may need a stage too.
+    if placement is not None:  # Members that are diskless may need a stage too.
         placement = covering(rules, placement, frozenset(members), unreading)
     if placement is None:
         return replace(following, is_last=True)
-    holders = in_order(rules.serving(placement, reaching)) if apart else ()
+    holders = in_order(rules.serving(placement, reaching)) if diskless else ()
     if not all(holders):  # Too few members reach the checkpoint.
         return replace(following, is_last=True)
     return replace(following, placement=placement, holders=holders, is_rewound=True)
@@ -447,7 +456,7 @@ def _cause(
 
     def how_new(host: int) -> str:
         # Placements keep the nodes of failed hosts, and have none of an extra host that is new.
-        is_new = host in following.apart or not rules.serves(last.placement, host)
+        is_new = host in following.diskless or not rules.serves(last.placement, host)
         return "joined" if is_new else "rejoined"
 
     gone = [host for host in last.members if host not in following.members]

@@ -23,7 +23,7 @@ from skippipe_jax.models.footprint import (
     sizes_of_hops,
     stage_parameters,
 )
-from skippipe_jax.models.in_flight import Room, holding, names, rooms
+from skippipe_jax.models.in_flight import MemoryUse, holding, memory_use, names
 from skippipe_jax.models.node_memory import NodeMemory
 from skippipe_jax.models.planned_case import configured_cases
 
@@ -99,32 +99,32 @@ def estimate_json(
             }
             for stage, own in enumerate(memory)
         ],
-        "nodes": [_of_nodes(room) for room in rooms(config, case)],
+        "nodes": [_of_nodes(use) for use in memory_use(config, case)],
         "bytes_per_iteration": asdict(sent),
         "case": _sizes(config, case),
     }
 
 
-def _of_nodes(room: Room) -> dict[str, Any]:
+def _of_nodes(use: MemoryUse) -> dict[str, Any]:
     """Return the figures of nodes that are alike, if they serve the stage that takes most."""
     return {
-        "nodes": list(room.nodes),
-        "memory_bytes": room.memory_bytes,
-        "mesh": asdict(room.mesh),
-        "usable_bytes": room.usable_bytes,
-        "in_flight": room.held.in_flight,
-        "stage": room.stage,
-        "bytes": asdict(room.held) | {"total": room.held.total},
-        "one_more_bytes": room.one_more_bytes,
+        "nodes": list(use.nodes),
+        "memory_bytes": use.memory_bytes,
+        "mesh": asdict(use.mesh),
+        "usable_bytes": use.usable_bytes,
+        "in_flight": use.held.in_flight,
+        "stage": use.stage,
+        "bytes": asdict(use.held) | {"total": use.held.total},
+        "one_more_bytes": use.one_more_bytes,
     }
 
 
-def _room_text(room: Room) -> str:
+def _use_text(use: MemoryUse) -> str:
     """Format the figures of nodes that are alike as a line of text."""
     one_more = "an iteration has no more microbatches"
-    if room.one_more_bytes is not None:
-        one_more = f"one more would take {size_text(room.one_more_bytes)}"
-    return f"{names(room.nodes)}: {holding(room)}; {one_more}"
+    if use.one_more_bytes is not None:
+        one_more = f"one more would take {size_text(use.one_more_bytes)}"
+    return f"{names(use.nodes)}: {holding(use)}; {one_more}"
 
 
 def _sizes(config: Config, case: Case) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffi
     return "\n".join(
         [
             aligned(lines),
-            *(_room_text(room) for room in rooms(config, case)),
+            *(_use_text(use) for use in memory_use(config, case)),
             *([_host_memory_text(memory)] if any(own.host for own in memory) else []),
             *([_copies_text(config, case)] if _has_copies(config) else []),
             f"an iteration of {sum(case.microbatches)} microbatches sends "

@@ -11,8 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from skippipe_sched.problem.averaging import NUMBERS_OF_A_SCALE
-from skippipe_sched.problem.averaging import SCALE_BYTES as BYTES_OF_A_SCALE
+from skippipe_sched.problem.averaging import NUMBERS_OF_A_SCALE, SCALE_BYTES
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
@@ -33,7 +32,7 @@ COUNTER_BYTES = 4
 """Bytes of each counter in the state of an optimizer: AdamW's, its schedule's, and Muon's."""
 COPIES_OF_BUDDY = 2
 """Copies of a stage on its buddy host: a complete one, and the next."""
-SCALE_BYTES = 2
+ACTIVATION_SCALE_BYTES = 2
 """Bytes of a scale in int8 activations: bfloat16."""
 
 MOST_LOGIT_BYTES = 512 * 2**20
@@ -127,7 +126,7 @@ def activation_bytes(model: ModelConfig, data: DataConfig, dtype: str) -> int:
     channels = model.width + (data.packing == "documents")
     if dtype == "int8":
         groups = -(-model.width // NUMBERS_OF_A_SCALE)
-        return tokens_of(data) * (channels + SCALE_BYTES * groups)
+        return tokens_of(data) * (channels + ACTIVATION_SCALE_BYTES * groups)
     return tokens_of(data) * channels * DTYPE_BYTES[dtype]
 
 
@@ -205,7 +204,7 @@ def message_bytes(config: Config, layers: int, fragment: int, *, is_data_stage: 
     arrays = arrays_of_fragment(config, layers, fragment, is_data_stage=is_data_stage)
     dtype = config.averaging.dtype
     if dtype == "int8":
-        return sum(size + BYTES_OF_A_SCALE * -(-size // NUMBERS_OF_A_SCALE) for size in arrays)
+        return sum(size + SCALE_BYTES * -(-size // NUMBERS_OF_A_SCALE) for size in arrays)
     return DTYPE_BYTES[dtype] * sum(arrays)
 
 

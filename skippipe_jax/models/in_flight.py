@@ -26,7 +26,7 @@ from skippipe_jax.models.node_memory import (
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryUse:
     """Memory of nodes that are alike, and its use with `held.in_flight` microbatches in flight.
 
     Attributes:
@@ -81,19 +81,19 @@ def most_in_flight(config: Config, case: Case, nodes: Collection[int]) -> dict[i
         held = memory_of_stages(config, level, count, mesh=mesh, memory_bytes=memory_bytes)
         return max(stage.total for stage in held) <= USABLE_SHARE * memory_bytes
 
-    with_one = _with_memory(case, dict.fromkeys(nodes, 1))
+    with_one = with_in_flight(case, dict.fromkeys(nodes, 1))
     with_room = {own for own in kinds.values() if holds(own, with_one, 1)}
     if not with_room:
         return dict.fromkeys(nodes, 0)
 
     def fits(count: int) -> bool:
-        level = _with_memory(case, dict.fromkeys(nodes, count))
+        level = with_in_flight(case, dict.fromkeys(nodes, count))
         return any(holds(own, level, count) for own in with_room) and all(
             holds(own, level, 1) for own in with_room
         )
 
     level = _greatest(sum(case.microbatches), fits)
-    at_level = _with_memory(case, dict.fromkeys(nodes, level))
+    at_level = with_in_flight(case, dict.fromkeys(nodes, level))
     found = {
         own: _greatest(level, lambda count, own=own: holds(own, at_level, count))
         for own in with_room
@@ -101,7 +101,9 @@ def most_in_flight(config: Config, case: Case, nodes: Collection[int]) -> dict[i
     return {node: found.get(own, 0) for node, own in kinds.items()}
 
 
-def rooms(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> list[Room]:
+def memory_use(
+    config: Config, case: Case, stage_of: Sequence[int] | None = None
+) -> list[MemoryUse]:
     """Return the memory of all nodes, grouped by kind, in order of the first node of each.
 
     `stage_of` is the stage that each node serves, if a plan has decided it.
@@ -125,7 +127,7 @@ def rooms(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> 
         if in_flight < all_of_them:
             then = held_with(in_flight + 1)
             one_more_bytes = max(then[own].total for own in may_serve) - held.total
-        found.append(Room(tuple(nodes), memory_bytes, mesh, stage, held, one_more_bytes))
+        found.append(MemoryUse(tuple(nodes), memory_bytes, mesh, stage, held, one_more_bytes))
     return found
 
 
@@ -135,56 +137,56 @@ def memory_warnings(config: Config, case: Case, stage_of: Sequence[int] | None =
     `stage_of` is the stage that each node serves, if a plan has decided it.
     """
     return [
-        f"{_memory_given(case, room)} is more than {names(room.nodes)} can hold: "
-        f"{holding(room)}. Use {'' if room.held.in_flight == 1 else f'less, memory: {AUTO}, '}"
-        f"{memory_remedies(config, case, room)}"
-        for room in rooms(config, case, stage_of)
-        if room.is_short
+        f"{_memory_given(case, use)} is more than {names(use.nodes)} can hold: "
+        f"{holding(use)}. Use {'' if use.held.in_flight == 1 else f'less, memory: {AUTO}, '}"
+        f"{memory_remedies(config, case, use)}"
+        for use in memory_use(config, case, stage_of)
+        if use.is_short
     ]
 
 
-def _memory_given(case: Case, room: Room) -> str:
+def _memory_given(case: Case, use: MemoryUse) -> str:
     """Return the key and value of a case that set the `memory` of these nodes."""
-    node, given = room.nodes[0], case.nodes[room.nodes[0]].memory
+    node, given = use.nodes[0], case.nodes[use.nodes[0]].memory
     is_of_all = case.source.get("memory") == given
     return f"case.{'' if is_of_all else f'nodes[{node}].'}memory = {given}"
 
 
-def holding(room: Room) -> str:
+def holding(use: MemoryUse) -> str:
     """Describe the bytes that are held, and the bytes that may be filled."""
-    held = room.held
-    of_each = "" if room.mesh == ONE_DEVICE else f" on each of {room.mesh.devices} devices"
+    held = use.held
+    of_each = "" if use.mesh == ONE_DEVICE else f" on each of {use.mesh.devices} devices"
     gathered = f"{size_text(held.gathered)} gathered, " if held.gathered else ""
     in_transit = f"{size_text(held.changes)} in transit, " if held.changes else ""
     text = (
-        f"stage {room.stage} takes {size_text(held.total)}{of_each} with {held.in_flight} in "
+        f"stage {use.stage} takes {size_text(held.total)}{of_each} with {held.in_flight} in "
         f"flight ({size_text(held.state)} always, {gathered}"
         f"{size_text(held.in_flight * held.kept)} in flight, "
         f"{size_text(held.waiting)} waiting, {in_transit}{size_text(held.working)} working)"
     )
-    if room.memory_bytes is None or room.usable_bytes is None:
+    if use.memory_bytes is None or use.usable_bytes is None:
         return text
     return (
-        f"{text}; {size_text(room.usable_bytes)} are usable, {USABLE_SHARE:g} of "
-        f"{size_text(room.memory_bytes)}"
+        f"{text}; {size_text(use.usable_bytes)} are usable, {USABLE_SHARE:g} of "
+        f"{size_text(use.memory_bytes)}"
     )
 
 
-def memory_remedies(config: Config, case: Case, room: Room) -> str:
+def memory_remedies(config: Config, case: Case, use: MemoryUse) -> str:
     """Describe how nodes would hold less, as the end of a remedy."""
 
     def held_with(recompute: str) -> tuple[int, int]:
         other = replace(config, model=replace(config.model, recompute=recompute))
-        options = {"mesh": room.mesh, "memory_bytes": room.memory_bytes}
-        held = memory_of_stages(other, case, room.held.in_flight, **options)[room.stage]
+        options = {"mesh": use.mesh, "memory_bytes": use.memory_bytes}
+        held = memory_of_stages(other, case, use.held.in_flight, **options)[use.stage]
         return held.total, held.host
 
     remedies = ["more stages"]
     # The best one depends on the case: what is not kept is recomputed, and takes memory then.
     least = min(RECOMPUTE, key=held_with)
-    if held_with(least)[0] < room.held.total:
+    if held_with(least)[0] < use.held.total:
         remedies.insert(0, f"model.recompute: {least}")
-    if room.held.gathered and config.node.gather == ITERATION:
+    if use.held.gathered and config.node.gather == ITERATION:
         remedies.insert(0, f"node.gather: {MICROBATCH}")
     if config.data.microbatch_size > 1:
         remedies.append("a smaller data.microbatch_size")
@@ -205,7 +207,7 @@ def names(nodes: Sequence[int]) -> str:
     return f"node{'s' if len(nodes) > 1 else ''} {', '.join(ranges)}"
 
 
-def _with_memory(case: Case, counts: Mapping[int, int]) -> Case:
+def with_in_flight(case: Case, counts: Mapping[int, int]) -> Case:
     """Return the case with `counts` as the memory of its nodes, where they have one."""
     nodes = (
         replace(node, memory=counts.get(index, node.memory))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,13 @@ from skippipe_sched.problem.open_case import candidates
 
 from skippipe_jax.config import Config
 from skippipe_jax.models.footprint import averaged_bytes, hop_bytes
-from skippipe_jax.models.in_flight import holding, memory_remedies, most_in_flight, rooms
+from skippipe_jax.models.in_flight import (
+    holding,
+    memory_remedies,
+    memory_use,
+    most_in_flight,
+    with_in_flight,
+)
 
 # Fraction of the configuration's size: rounded values in a case cause no warning.
 TOLERANCE = 0.05
@@ -211,18 +217,15 @@ def _memory_error(
 ) -> InputError:
     """Return an error on the first node that cannot hold one microbatch, with the bytes needed."""
     node = min(index for index, count in counts.items() if count == 0)
-    nodes = (
-        replace(own, memory=1) if index in counts else own for index, own in enumerate(case.nodes)
-    )
-    one_each = replace(case, nodes=tuple(nodes))
-    [room] = [room for room in rooms(config, one_each) if node in room.nodes]
+    one_each = with_in_flight(case, dict.fromkeys(counts, 1))
+    [use] = [use for use in memory_use(config, one_each) if node in use.nodes]
     own = given["nodes"][node] if isinstance(given["nodes"], list) else {}
     has_own_bytes = MEMORY_BYTES in own
     return InputError(
         f"case.nodes[{node}].{MEMORY_BYTES}" if has_own_bytes else f"case.{MEMORY_BYTES}",
         (own if has_own_bytes else given)[MEMORY_BYTES],
-        f"node {node} cannot hold one microbatch: {holding(room)}",
-        f"Use {memory_remedies(config, one_each, room)}; or set the memory of this node to a "
+        f"node {node} cannot hold one microbatch: {holding(use)}",
+        f"Use {memory_remedies(config, one_each, use)}; or set the memory of this node to a "
         f"number of microbatches, if it serves another stage",
     )
 

@@ -27,8 +27,8 @@ from skippipe_jax.profiling.case import (
 from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.profiling.links import LinkMeasurement, measure_copy
 from skippipe_jax.profiling.stages import StageTimings, measure_stage, shapes_of_stages
-from skippipe_jax.runtime.spread import NodeSharding
-from skippipe_jax.runtime.topology import local_spreads
+from skippipe_jax.runtime.node_sharding import NodeSharding
+from skippipe_jax.runtime.topology import local_shardings
 from skippipe_jax.runtime.transport import HostLink
 
 # Seconds for one shape of stage on one processor, and for all timings of the hosts of one machine.
@@ -55,7 +55,7 @@ class HostHardware:
 def name_and_devices(config: Config, host: Host) -> list[str]:
     """Return the name of this machine, and the kind of the first device of each node."""
     nodes = check_template(config, host.count).count(host.index)
-    local = local_spreads(config.node, [config.node.mesh] * nodes, host.index)
+    local = local_shardings(config.node, [config.node.mesh] * nodes, host.index)
     return [socket.gethostname(), *(here.devices[0].device_kind for here in local)]
 
 
@@ -79,7 +79,7 @@ def measure(
     if ignored := ignored_keys_text(config):
         say(ignored)
     meshes = [config.node.mesh] * host_of.count(host.index)
-    local = local_spreads(config.node, meshes, host.index)
+    local = local_shardings(config.node, meshes, host.index)
     devices = [here.devices[0] for here in local]
     size, deadline_s = hop_bytes(config).activation, config.network.deadline_s
     hardware = _hardware_of(host.index, local)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from skippipe_jax.config import Config
-from skippipe_jax.runtime.spread import NodeSharding
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.runtime.stage_functions import (
     TOKENS,
     TOTALS,

@@ -127,19 +127,17 @@ class BackgroundSync:
 
     def waits(self, step: int) -> Iterator[tuple[str, float]]:
         """Yield a description of each wait for the commit of a step, and its start time."""
-        hosts = self.topology.host_of
         parts = [part for part in self._parts if part.step <= step]
         for part in sorted(parts, key=lambda part: part.step):
             ring = part.gathering.ring
             source = ring.nodes[part.gathering.position - 1]
             yield (
-                f"the message of stage {ring.stage} sent after step {part.step} from node "
-                f"{source} on host {hosts[source]}",
+                f"the message of stage {ring.stage} sent after step {part.step} from "
+                f"{self.topology.node_text(source)}",
                 part.start_s,
             )
         if not parts:
-            others = [str(host) for host in self.topology.hosts if host != self.topology.host]
-            what = f"the commit of step {step} on host {', '.join(others)}"
+            what = f"the commit of step {step} on {self.topology.others_text()}"
             yield what, self._loop.last_event_s
 
     def take_averagings(self) -> list[Averaging]:

@@ -19,9 +19,9 @@ import jax
 import numpy as np
 
 from skippipe_jax.consensus.generations import Copies
-from skippipe_jax.runtime.copied import Bytes, Copy, CopyRoute, packed
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.replicas import Replicas
+from skippipe_jax.runtime.state_copy import Bytes, Copy, CopyRoute, packed
 
 # Pieces of a copy that are requested at once: one on the link, and the next one.
 REQUESTED_AHEAD = 2
@@ -126,15 +126,15 @@ class BuddyCheckpoints:
     def waits(self) -> Iterator[str]:
         """Yield descriptions of the copies that are waited for."""
         if self._when_complete is not None and self._pending:
-            host_of = self._exchange.topology.host_of
+            topology = self._exchange.topology
             for route in self._received_routes:
                 yield (
                     f"a part of the buddy checkpoint of stage {route.stage} "
-                    f"from host {host_of[route.source]}"
+                    f"from {topology.host_text(topology.host_of[route.source])}"
                 )
 
     def _offer(self, iteration: int, route: CopyRoute, turn: int) -> None:
-        here = self._exchange.topology.spread(route.source).first
+        here = self._exchange.topology.sharding(route.source).first
         # The arrays may share the memory of the copy, which is not changed.
         own = (
             (hop, jax.device_put(self._packed[route.stage][piece], here))

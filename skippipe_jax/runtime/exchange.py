@@ -14,8 +14,8 @@ from skippipe_sched.timing.hops import Queues
 
 from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.events import EventLoop, Then
+from skippipe_jax.runtime.node_sharding import whole
 from skippipe_jax.runtime.ring import RingMember
-from skippipe_jax.runtime.spread import whole
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
@@ -59,20 +59,20 @@ class Exchange:
 
     def put(self, hop: Hop, arrays: PyTree) -> PyTree:
         """Put what a hop carries on the node of this host to which it leads."""
-        spread = self.topology.spread(hop.target)
-        return jax.device_put(arrays, jax.tree.map(lambda own: spread.of_hop(own.shape), arrays))
+        sharding = self.topology.sharding(hop.target)
+        return jax.device_put(arrays, jax.tree.map(lambda own: sharding.of_hop(own.shape), arrays))
 
     def ask(self, hop: Hop, iteration: int, like: PyTree, then: Arrived) -> None:
         """Request the arrays of a hop; call `then` with their time of arrival and the arrays.
 
         They have the shardings of `like`, by default that of activations on the node.
         """
-        spread, name = self.topology.spread(hop.target), (iteration, hop)
-        there = jax.tree.map(lambda own: own.sharding or spread.of_hop(own.shape), like)
+        sharding, name = self.topology.sharding(hop.target), (iteration, hop)
+        there = jax.tree.map(lambda own: own.sharding or sharding.of_hop(own.shape), like)
         if not self.topology.is_local_node(hop.source):
             here = there
             if not self._keeps_sharding(hop):
-                here = jax.tree.map(lambda own: own.sharding or spread.first, like)
+                here = jax.tree.map(lambda own: own.sharding or sharding.first, like)
             like = jax.tree.map(
                 lambda own, sharding: jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=sharding),
                 like,

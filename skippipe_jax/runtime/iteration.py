@@ -27,9 +27,9 @@ from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import seconds_since
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.operations import Operations, TrainingOperations
+from skippipe_jax.runtime.ready_queue import ReadyQueue
 from skippipe_jax.runtime.stage_functions import Gauge
 from skippipe_jax.runtime.totals import Outcome
-from skippipe_jax.runtime.turns import ReadyQueue
 from skippipe_jax.storage.recording import Recording
 
 # Inputs that a node requests in advance: enough that the sender always has a request, and few
@@ -140,8 +140,7 @@ class Iteration:
                 arrives = self.computes[operation].arrives
                 sender = ""
                 if arrives is not None:
-                    host = self.topology.host_of[arrives.source]
-                    sender = f" from node {arrives.source} on host {host}"
+                    sender = f" from {self.topology.node_text(arrives.source)}"
                 yield f"the input of the {operation}{sender}", queue.idle_since_s
 
     def _describe_waits(self) -> str | None:

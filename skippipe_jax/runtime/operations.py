@@ -12,8 +12,8 @@ from skippipe_sched.problem.plan import Operation
 
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.document_mask import marked_tokens
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.runtime.replicas import Replicas
-from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import TOTALS, Totals
 from skippipe_jax.runtime.state import NodeState, StageState
 from skippipe_jax.runtime.wire_format import Wire
@@ -72,7 +72,7 @@ class Operations(ABC):
         return self.replicas.states[self.topology.replica_of[node]]
 
     def _put(self, array: np.ndarray, node: int) -> jax.Array:
-        return jax.device_put(array, self.topology.spread(node).whole)
+        return jax.device_put(array, self.topology.sharding(node).whole)
 
 
 class TrainingOperations(Operations):
@@ -111,7 +111,7 @@ class TrainingOperations(Operations):
                 for replica in self.replicas.states
             }
         self.totals = {
-            topology.spread(replica): self._put(np.zeros(TOTALS, np.float32), replica)
+            topology.sharding(replica): self._put(np.zeros(TOTALS, np.float32), replica)
             for replica in self.replicas.states
             if topology.stage_of[replica] == 0
         }
@@ -155,7 +155,7 @@ class TrainingOperations(Operations):
                 self.targets[replica] = add_targets(self.targets[replica], targets)
                 result = (result, targets) if leaves else result
         elif kind == "L":
-            here = topology.spread(node)
+            here = topology.sharding(node)
             result, state.gradients, self.totals[here], own.gauge = functions.loss(
                 state.in_use,
                 state.gradients,

@@ -17,7 +17,7 @@ from skippipe_jax.runtime.background_sync import BackgroundSync
 from skippipe_jax.runtime.iteration import TrainingIteration
 from skippipe_jax.runtime.outer_steps import OuterSteps
 from skippipe_jax.runtime.stage_functions import Totals
-from skippipe_jax.runtime.totals import Outcome, add_up, apart
+from skippipe_jax.runtime.totals import Outcome, add_up, split_sums
 
 
 @dataclass(kw_only=True, eq=False)
@@ -68,7 +68,9 @@ class OuterIteration(TrainingIteration):
         ended_s = self.loop.last_event_s
         summed, nodes = self.summed, len(self.topology.devices)
         self.outcome = Outcome(
-            lambda: apart(jax.device_put(summed.result()), nodes), self._gauges(), ended_s=ended_s
+            lambda: split_sums(jax.device_put(summed.result()), nodes),
+            self._gauges(),
+            ended_s=ended_s,
         )
 
     def _waits(self) -> Iterator[tuple[str, float]]:

@@ -12,14 +12,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from skippipe_jax.models.sharding import AXES
-from skippipe_jax.runtime.spread import NodeSharding
+from skippipe_jax.runtime.node_sharding import NodeSharding
 
 Tree = TypeVar("Tree")
 AXIS = "replica"
 
 
 def sum_over_nodes(
-    spreads: Sequence[NodeSharding], local: Mapping[NodeSharding, Tree]
+    shardings: Sequence[NodeSharding], local: Mapping[NodeSharding, Tree]
 ) -> dict[NodeSharding, Tree]:
     """Sum one tree per node, on every node, by a jitted collective.
 
@@ -29,12 +29,12 @@ def sum_over_nodes(
     must belong to one process, where one device sums whole trees. The tree of a single node is
     returned unchanged.
     """
-    if len(spreads) == 1:
+    if len(shardings) == 1:
         return dict(local)
-    devices = [device for spread in spreads for device in spread.devices]
-    if len({own.shape for own in spreads}) == 1 and len(set(devices)) == len(devices):
-        return _sum_over_meshes(tuple(spreads), local)
-    first = spreads[0].first
+    devices = [device for sharding in shardings for device in sharding.devices]
+    if len({own.shape for own in shardings}) == 1 and len(set(devices)) == len(devices):
+        return _sum_over_meshes(tuple(shardings), local)
+    first = shardings[0].first
     whole = sum_of_trees([jax.device_put(tree, first) for tree in local.values()])
     return {own: own.put(whole, may_alias=False) for own in local}
 
@@ -46,35 +46,37 @@ def sum_of_trees(trees: Sequence[Tree]) -> Tree:
 
 
 def _sum_over_meshes(
-    spreads: tuple[NodeSharding, ...], local: Mapping[NodeSharding, Tree]
+    shardings: tuple[NodeSharding, ...], local: Mapping[NodeSharding, Tree]
 ) -> dict[NodeSharding, Tree]:
-    mesh = _mesh_of_meshes(spreads)
+    mesh = _mesh_of_meshes(shardings)
     [like, *_] = local.values()
     leaves, structure = jax.tree.flatten(like)
     specs = tuple(map(_spec, leaves))
-    trees = [structure.flatten_up_to(local[spread]) for spread in spreads if spread in local]
+    trees = [
+        structure.flatten_up_to(local[sharding]) for sharding in shardings if sharding in local
+    ]
 
     def joined(spec: PartitionSpec, *parts: jax.Array) -> jax.Array:
         # The shards of all nodes, end to end, form one array without any copy.
-        shape = (len(spreads) * parts[0].shape[0], *parts[0].shape[1:])
+        shape = (len(shardings) * parts[0].shape[0], *parts[0].shape[1:])
         split = NamedSharding(mesh, _of_all(spec))
         shards = [shard.data for part in parts for shard in part.addressable_shards]
         return jax.make_array_from_single_device_arrays(shape, split, shards)
 
     summed = _sum_of_rows(mesh, specs)(list(map(joined, specs, *trees)))
 
-    def part_on(spread: NodeSharding, leaf: jax.Array, array: jax.Array) -> jax.Array:
-        own = [s.data for s in array.addressable_shards if s.device in spread.devices]
-        if spread.mesh is None or not isinstance(leaf.sharding, NamedSharding):
+    def part_on(sharding: NodeSharding, leaf: jax.Array, array: jax.Array) -> jax.Array:
+        own = [s.data for s in array.addressable_shards if s.device in sharding.devices]
+        if sharding.mesh is None or not isinstance(leaf.sharding, NamedSharding):
             return own[0]
-        here = NamedSharding(spread.mesh, leaf.sharding.spec)
+        here = NamedSharding(sharding.mesh, leaf.sharding.spec)
         return jax.make_array_from_single_device_arrays(array.shape, here, own)
 
     return {
-        spread: structure.unflatten(
-            part_on(spread, leaf, array) for leaf, array in zip(leaves, summed, strict=True)
+        sharding: structure.unflatten(
+            part_on(sharding, leaf, array) for leaf, array in zip(leaves, summed, strict=True)
         )
-        for spread in local
+        for sharding in local
     }
 
 
@@ -92,8 +94,8 @@ def _of_all(spec: PartitionSpec) -> PartitionSpec:
 
 
 @functools.cache
-def _mesh_of_meshes(spreads: tuple[NodeSharding, ...]) -> Mesh:
-    grids = [np.array(spread.devices).reshape(astuple(spread.shape)) for spread in spreads]
+def _mesh_of_meshes(shardings: tuple[NodeSharding, ...]) -> Mesh:
+    grids = [np.array(sharding.devices).reshape(astuple(sharding.shape)) for sharding in shardings]
     return Mesh(np.stack(grids), (AXIS, *AXES))
 
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.runtime.reduction import sum_of_trees, sum_over_nodes
-from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import Totals, sum_of_squares
 from skippipe_jax.runtime.state import StageState
 from skippipe_jax.runtime.topology import Topology
@@ -39,14 +39,14 @@ class Replicas:
         """Stages with a local replica, in order."""
         return sorted({self.stage_of(replica) for replica in self.states})
 
-    def owned_stages(self, apart: Collection[int] = ()) -> dict[int, dict[str, PyTree]]:
+    def owned_stages(self, diskless: Collection[int] = ()) -> dict[int, dict[str, PyTree]]:
         """Return the states that this host saves: of stages whose first replica it holds.
 
-        Replicas on diskless hosts (`apart`) are ignored.
+        Replicas on diskless hosts (`diskless`) are ignored.
         """
         host_of = self.topology.host_of
         counted = [
-            [replica for replica in replicas if host_of[replica] not in apart]
+            [replica for replica in replicas if host_of[replica] not in diskless]
             for replicas in self.topology.replicas
         ]
         return {
@@ -62,16 +62,16 @@ class Replicas:
         own = [replica for replica in self.topology.replicas[stage] if replica in self.states]
         given: dict[NodeSharding, list[PyTree]] = {}
         for replica in own:
-            given.setdefault(self.topology.spread(replica), []).append(self.to_sum(replica))
+            given.setdefault(self.topology.sharding(replica), []).append(self.to_sum(replica))
         local = {
             here: trees[0] if len(trees) == 1 else sum_of_trees(trees)
             for here, trees in given.items()
         }
-        spreads = dict.fromkeys(map(self.topology.spread, self.topology.replicas[stage]))
-        summed = sum_over_nodes(tuple(spreads), local)
+        shardings = dict.fromkeys(map(self.topology.sharding, self.topology.replicas[stage]))
+        summed = sum_over_nodes(tuple(shardings), local)
         taken: set[NodeSharding] = set()
         for replica in own:
-            here = self.topology.spread(replica)
+            here = self.topology.sharding(replica)
             # Each replica needs its own array, as its update donates it.
             own_sum = _copied(summed[here]) if here in taken else summed[here]
             self.states[replica].gradients = own_sum
@@ -112,7 +112,7 @@ class Replicas:
                 state.parameters,
                 state.optimizer_state,
                 state.gradients,
-                jax.device_put(totals, self.topology.spread(replica).whole),
+                jax.device_put(totals, self.topology.sharding(replica).whole),
                 state.draw,
             )
 

@@ -38,7 +38,7 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.timing.averaging import best_ring
 
 from skippipe_jax.program.compiler import Hop
-from skippipe_jax.runtime.spread import NodeSharding
+from skippipe_jax.runtime.node_sharding import NodeSharding
 
 # The amount that a server copies at a time: larger chunks would not be faster.
 LARGEST_CHUNK_BYTES = 1 << 20

@@ -25,15 +25,14 @@ from skippipe_jax.errors import GenerationEnded
 from skippipe_jax.models.node_memory import gathers_once
 from skippipe_jax.program.compiler import Program
 from skippipe_jax.program.schedule import OWN, Schedule, with_exact_averaging
+from skippipe_jax.runtime.ahead_of_time import compile_session
 from skippipe_jax.runtime.background_sync import BackgroundSync
 from skippipe_jax.runtime.buddies import BuddyCheckpoints
-from skippipe_jax.runtime.compiled_ahead import compile_session
-from skippipe_jax.runtime.copied import Copy
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import EventLoop
+from skippipe_jax.runtime.exact_iteration import ExactIteration
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.held_out import HeldOut
-from skippipe_jax.runtime.live import ExactIteration
 from skippipe_jax.runtime.operations import HeldOutOperations, TrainingOperations
 from skippipe_jax.runtime.outer_iteration import OuterIteration
 from skippipe_jax.runtime.outer_steps import OuterSteps, settle_fragments
@@ -41,6 +40,7 @@ from skippipe_jax.runtime.replicas import Replicas, open_collectives
 from skippipe_jax.runtime.stage_functions import activation, wire_of_run
 from skippipe_jax.runtime.stage_rebuild import NO_RECOVERY_SOURCES, RecoverySources
 from skippipe_jax.runtime.state import Kept, OwnOrigin, StageState, StateReader, make_states
+from skippipe_jax.runtime.state_copy import Copy
 from skippipe_jax.runtime.state_transfer import DisklessStages, StateTransfers
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.totals import Outcome
@@ -153,10 +153,10 @@ class Runtime:
         hosts, and, if replicas differ, the local state of each. Local states are omitted if some
         hosts are diskless.
         """
-        stages = self.replicas.owned_stages(self.group.apart)
+        stages = self.replicas.owned_stages(self.group.diskless)
         stages |= self.given.after(step, self.states, self.exchange.links)
         averaging = self.config.averaging
-        if self.group.apart or not averaging.is_outer or step < averaging.exact_steps:
+        if self.group.diskless or not averaging.is_outer or step < averaging.exact_steps:
             return CheckpointItems(stages)
         stage_of, replicas = self.topology.stage_of, self.topology.replicas
         own = {
@@ -288,7 +288,13 @@ def open_runtime(
     for (stage, _), state in (kept or {}).items():
         settle_fragments(config, cut[stage], state, step)
     topology = Topology.of(
-        config, plan, group.index, host_of, kinds, in_one_jax=group.is_distributed
+        config,
+        plan,
+        group.index,
+        host_of,
+        kinds,
+        in_one_jax=group.is_distributed,
+        host_ids=group.hosts,
     )
     max_lag = config.averaging.max_lag + config.averaging.is_outer
     links = transfers.links(group.generation.step, max_lag)

@@ -32,7 +32,7 @@ from skippipe_jax.models.sharding import in_use, specs, used
 from skippipe_jax.optim import rounding
 from skippipe_jax.optim.rounding import RoundingSeed
 from skippipe_jax.optim.update_rule import update_count, update_rule
-from skippipe_jax.runtime.spread import activations, named
+from skippipe_jax.runtime.node_sharding import activations, named
 from skippipe_jax.runtime.wire_format import HopSeed, Wire, WireFormat
 
 Parameters = dict[str, Any]

@@ -23,8 +23,8 @@ from jaxtyping import PyTree
 
 from skippipe_jax.config.cluster import AVERAGE
 from skippipe_jax.consensus.generations import RebuiltStage
-from skippipe_jax.runtime.copied import Copy, pieces, unpacked
 from skippipe_jax.runtime.state import Kept, StateTree
+from skippipe_jax.runtime.state_copy import Copy, pieces, unpacked
 
 # Chunks of a buddy checkpoint that is sent whole, while the links are idle.
 REBUILD_CHUNK_BYTES = 1 << 26

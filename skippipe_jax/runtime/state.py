@@ -14,7 +14,7 @@ from tqdm import tqdm
 from skippipe_jax.config import Config
 from skippipe_jax.optim.outer import EncodedPart, Outer, StageFragment, begin_with
 from skippipe_jax.optim.rounding import RoundingSeed
-from skippipe_jax.runtime.spread import NodeSharding
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.runtime.stage_functions import (
     Gauge,
     Gradients,
@@ -187,14 +187,14 @@ def make_states(
     remaining = dict(kept or {})
     for node in replicas:
         # If several replicas of a stage lie on one device, only one of them takes the kept state.
-        state = remaining.pop((topology.stage_of[node], topology.spread(node)), None)
+        state = remaining.pop((topology.stage_of[node], topology.sharding(node)), None)
         if state is not None:
             # Release the gradients of an iteration that was not committed first, so that two sets
             # of gradients are never in memory.
             state.gradients = {}
             with jax.default_device(topology.device(node)):
                 gradients = state.functions.no_gradients(state.parameters)
-            state.gradients = topology.spread(node).put(gradients)
+            state.gradients = topology.sharding(node).put(gradients)
             state.gathered = None
             states[node] = state
     served = sorted({topology.stage_of[node] for node in replicas if node not in states})
@@ -229,7 +229,7 @@ def _made(
     What was not read is initialized. Nothing else is allocated, so a device never holds more than
     the states of its replicas.
     """
-    here = topology.spread(node)
+    here = topology.sharding(node)
     functions = functions.on(here.mesh)
     others = {name: tree for name, tree in read.items() if name != "optimizer_state"}
     copy, optimizer_state = here.put(others, may_alias=False), read.get("optimizer_state")
@@ -255,7 +255,7 @@ def _restore_local_state(
     state: StageState, own: StateTree, topology: Topology, node: int, step: int
 ) -> None:
     """Restore the saved local state of a replica that has the outer parameters."""
-    copy = topology.spread(node).put(dict(own), may_alias=False)
+    copy = topology.sharding(node).put(dict(own), may_alias=False)
     state.outer = Outer(state.parameters, copy[MOMENTUM], copy["residual"])
     state.parameters, state.optimizer_state = copy["parameters"], copy["optimizer_state"]
     state.under_way = {

@@ -2,7 +2,7 @@
 
 - A host that newly serves a stage receives its state from an owner.
 - A host that serves a lost stage receives that from which it rebuilds the stage.
-- Diskless hosts (`apart`) do not reach the folder of the run. If another host has a replica of a
+- Diskless hosts (`diskless`) do not reach the folder of the run. If another host has a replica of a
   stage, it saves the stage. Otherwise the leader, which reaches the folder, receives the state
   after a step and keeps it until it is written. All hosts wait for that, so each checkpoint costs
   the bytes of the stage over the bandwidth between the two hosts.
@@ -26,7 +26,7 @@ from skippipe_jax.config import Config
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus.generations import RebuiltStage
 from skippipe_jax.program.compiler import Hop
-from skippipe_jax.runtime.spread import NodeSharding, whole
+from skippipe_jax.runtime.node_sharding import NodeSharding, whole
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.stage_rebuild import (
     RecoverySources,
@@ -194,7 +194,7 @@ class StateTransfers:
         received = {t.stage for t in self.transfers if t.target == host and t.made is None}
         for transfer in sent:
             if transfer.made is not None and transfer.hops:
-                here = topology.spread(transfer.hops[0].source).first
+                here = topology.sharding(transfer.hops[0].source).first
                 transfer.send(links, jax.device_put(self._source(transfer), here), self._first)
         # An earlier group, ended during its start, may have rebuilt a stage from other sources.
         anew = {made.stage for made in self.group.generation.remade}
@@ -226,7 +226,7 @@ class StateTransfers:
                     links,
                     self.group,
                     self._first,
-                    self.topology.spread(transfer.hops[0].target),
+                    self.topology.sharding(transfer.hops[0].target),
                 )
                 for transfer in own
             ]
@@ -260,7 +260,7 @@ class DisklessStages:
         self._transfers: list[StateTransfer] = []
         for stage, replicas in enumerate(topology.replicas):
             hosts = [topology.host_of[replica] for replica in replicas]
-            if hosts and {*hosts} <= {*group.apart}:
+            if hosts and {*hosts} <= {*group.diskless}:
                 own = stage, hosts[0], leader, dict(shapes_of_state(functions[stage]))
                 self._transfers.append(StateTransfer.plan(topology, "checkpoint", *own))
         self.source_of = {own.stage: own.source for own in self._transfers}

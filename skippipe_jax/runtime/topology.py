@@ -26,9 +26,9 @@ from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.models.node_memory import parameters_per_device
 from skippipe_jax.optim.outer import longest_message
 from skippipe_jax.program.compiler import Hop
-from skippipe_jax.runtime.copied import CopyRoute, copy_routes
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.runtime.ring import Ring
-from skippipe_jax.runtime.spread import NodeSharding
+from skippipe_jax.runtime.state_copy import CopyRoute, copy_routes
 
 # `network.averaging: auto` uses the collective if no link between replicas is slower.
 FAST_LINK = GIBIBYTE
@@ -134,28 +134,28 @@ def _require_mesh(config: Config, case: Case, node: int, mesh: NodeMesh) -> None
         )
 
 
-def spreads_of_host(
+def shardings_of_host(
     config: Config, case: Case, host_of: Sequence[int], host: int
 ) -> tuple[NodeSharding, ...]:
-    """Return the distinct spreads of this host's nodes, before hosts have exchanged their devices.
+    """Return the distinct shardings of this host's nodes, before hosts exchange their devices.
 
-    If it serves no node yet, return the spread that its first node would have.
+    If it serves no node yet, return the sharding that its first node would have.
 
     Raises:
         InputError: as `devices_of_nodes` and `require_meshes` do.
     """
     nodes = [node for node, at in enumerate(host_of) if at == host]
     meshes = [config.node.mesh_of(case, node) for node in nodes] or [config.node.mesh]
-    spreads = local_spreads(config.node, meshes, host)
-    for node, spread in zip(nodes, spreads, strict=False):
-        _require_mesh(config, case, node, spread.shape)
-    return tuple(dict.fromkeys(spreads))
+    shardings = local_shardings(config.node, meshes, host)
+    for node, sharding in zip(nodes, shardings, strict=False):
+        _require_mesh(config, case, node, sharding.shape)
+    return tuple(dict.fromkeys(shardings))
 
 
-def local_spreads(
+def local_shardings(
     node: NodeConfig, meshes: Sequence[NodeMesh | None], host: int
 ) -> list[NodeSharding]:
-    """Return the spreads of nodes of this host with these meshes; None divides its devices evenly.
+    """Return the shardings of nodes of this host with these meshes; None divides devices evenly.
 
     Raises:
         InputError: as `devices_of_nodes` does.
@@ -175,8 +175,8 @@ class Topology:
 
     Attributes:
         plan: the run's own plan; all plans of a run have its placement.
-        host: index of this host.
-        host_of: host of each node.
+        host: rank of this host.
+        host_of: rank of the host of each node.
         in_one_jax: whether one JAX has the devices of all hosts, so that collectives reach them.
         devices: devices of each node.
         meshes: mesh of each node over its devices.
@@ -186,6 +186,7 @@ class Topology:
         rings: ring all-reduce of each stage that is averaged by one.
         gatherings: ring all-gather of each stage in `outer` mode.
         copy_routes: routes of buddy checkpoints.
+        host_ids: ids of the hosts in the run, by rank, for messages; empty if they are the ranks.
     """
 
     plan: Plan
@@ -199,6 +200,7 @@ class Topology:
     rings: Mapping[int, Ring]
     gatherings: Mapping[int, Ring]
     copy_routes: tuple[CopyRoute, ...] = ()
+    host_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -210,6 +212,7 @@ class Topology:
         kinds: Sequence[Sequence[str]],
         *,
         in_one_jax: bool = False,
+        host_ids: Sequence[int] = (),
     ) -> Topology:
         """Lay out the run of `plan`, where `kinds[h]` are the kinds of host h's devices.
 
@@ -265,7 +268,21 @@ class Topology:
         }
         routes = tuple(copy_routes(config, plan, host_of, replicas))
         of_hosts = plan, host, tuple(host_of), in_one_jax, devices, meshes
-        return cls(*of_hosts, replica_of, replicas, rings, gatherings, routes)
+        layout = replica_of, replicas, rings, gatherings, routes
+        return cls(*of_hosts, *layout, host_ids=tuple(host_ids))
+
+    def host_text(self, *ranks: int) -> str:
+        """Name hosts by their ids, for messages."""
+        ids = self.host_ids or range(len(self.hosts))
+        return f"host {', '.join(str(ids[rank]) for rank in ranks)}"
+
+    def node_text(self, node: int) -> str:
+        """Name a node and its host, for messages."""
+        return f"node {node} on {self.host_text(self.host_of[node])}"
+
+    def others_text(self) -> str:
+        """Name all other hosts, for messages."""
+        return self.host_text(*(rank for rank in self.hosts if rank != self.host))
 
     @cached_property
     def stage_of(self) -> Sequence[int]:
@@ -303,10 +320,10 @@ class Topology:
 
     def device(self, node: int) -> jax.Device:
         """Return the first device of a node: local, or any if one JAX has all devices."""
-        return self.spread(node).devices[0]
+        return self.sharding(node).devices[0]
 
-    def spread(self, node: int) -> NodeSharding:
-        """Return the spread of a node: local, or any if one JAX has all devices."""
+    def sharding(self, node: int) -> NodeSharding:
+        """Return the sharding of a node: local, or any if one JAX has all devices."""
         return self._spreads[node]
 
     @cached_property

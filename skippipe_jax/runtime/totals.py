@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.runtime.reduction import sum_over_nodes
-from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import STOP, TOTALS, Gauge, Totals
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.storage.recording import Recording
@@ -87,9 +87,9 @@ def sum_by_collective(topology: Topology, local: Float[Array, " all"]) -> Float[
     return _sum_of_rows(sum_over_nodes(of_hosts, {here: rows})[here])
 
 
-def apart(summed: Float[Array, " all"], nodes: int) -> Sums:
+def split_sums(summed: Float[Array, " all"], nodes: int) -> Sums:
     """Split the summed vector of a run with `nodes` nodes."""
-    return Sums(*_apart(summed, nodes))
+    return Sums(*_split_sums(summed, nodes))
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -103,7 +103,7 @@ def _sum_of_rows(rows: Array) -> Array:
 
 
 @partial(jax.jit, static_argnums=1)
-def _apart(summed: Array, nodes: int) -> tuple[Array, Array, Array]:
+def _split_sums(summed: Array, nodes: int) -> tuple[Array, Array, Array]:
     busy_s, norms = summed[TOTALS : TOTALS + nodes], summed[TOTALS + nodes :]
     return summed[:TOTALS], busy_s, norms
 

@@ -25,7 +25,7 @@ from skippipe_jax.cluster.agreement import gather
 from skippipe_jax.cluster.membership import Group
 from skippipe_jax.connections.addresses import join_address, parse_address, require_free, sever
 from skippipe_jax.program.compiler import Hop
-from skippipe_jax.runtime.spread import devices_of, shards_of
+from skippipe_jax.runtime.node_sharding import devices_of, shards_of
 
 # Bytes that a server copies at a time, and copies that it makes ahead of the network. With more of
 # either it holds several times the bytes that it sends, and is not faster.

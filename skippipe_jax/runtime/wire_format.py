@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from skippipe_jax.models.footprint import SCALE_BYTES
+from skippipe_jax.models.footprint import ACTIVATION_SCALE_BYTES
 from skippipe_jax.optim.rounding import LARGEST, from_int8, grouped, to_int8
 
 # A scale is at least the smallest normal number, below which the results of devices differ.
@@ -79,7 +79,7 @@ class WireFormat:
             return array.astype(self.computed.dtype)
         ends = [self.width, self.computed.shape[-1]]
         quantised, marks, scale_bytes = jnp.split(array, ends, axis=-1)
-        scale_bytes = scale_bytes.reshape(*array.shape[:-1], -1, SCALE_BYTES)
+        scale_bytes = scale_bytes.reshape(*array.shape[:-1], -1, ACTIVATION_SCALE_BYTES)
         scales = jax.lax.bitcast_convert_type(scale_bytes, jnp.bfloat16).astype(jnp.float32)
         numbers = [from_int8(quantised, scales), marks.astype(jnp.float32)]
         return jnp.concatenate(numbers, axis=-1).astype(self.computed.dtype)

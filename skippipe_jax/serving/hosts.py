@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from skippipe_sched.errors import InputError, TemporaryError
+from skippipe_sched.problem.plan import DATA_STAGE
 from skippipe_sched.serving.case import FRONT
 
 from skippipe_jax import log
@@ -38,7 +39,6 @@ from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.serving.errors import Unavailable
 from skippipe_jax.serving.local_stages import Slots
 from skippipe_jax.serving.routing import (
-    DATA_STAGE,
     FAIL,
     SKIP,
     WAIT,
@@ -607,7 +607,7 @@ class StageHosts:
             with self._changed:
                 member.ready -= dropped
                 self.version += 1
-            # Pending steps may still need the dropped stages.
+            # Pending steps may still need the left-out stages.
             await asyncio.sleep(self._silent_s)
             for stage in dropped:
                 member.wire.send("drop", stage)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 from jaxtyping import Array, Float, Int
+from skippipe_sched.problem.plan import DATA_STAGE
 from skippipe_sched.serving.case import FRONT
 
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step, span_of
@@ -15,7 +16,7 @@ from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.inference.token_sampling import TokenScores
 from skippipe_jax.serving.hosts import RouteFailed, StageHosts
 from skippipe_jax.serving.local_stages import ActivationCodec
-from skippipe_jax.serving.routing import DATA_STAGE, Route, route_parts, stages_of
+from skippipe_jax.serving.routing import Route, route_parts, stages_of
 
 MAX_IN_FLIGHT = 4
 """Most spans of prompts in flight while the next one is sent."""

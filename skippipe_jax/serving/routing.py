@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from skippipe_sched.problem.plan import DATA_STAGE
 from skippipe_sched.serving.case import FRONT, ServingCase
 from skippipe_sched.serving.placing import place
 from skippipe_sched.serving.routing import routes
 
-DATA_STAGE = 0
 SKIP, WAIT, FAIL = WHEN_LOST = ("skip", "wait", "fail")
 """Treatments of sequences while no host holds a stage: skip it, wait for it, or fail."""
 

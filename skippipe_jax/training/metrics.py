@@ -41,9 +41,6 @@ from skippipe_jax.runtime.stage_functions import (
 from skippipe_jax.runtime.totals import Outcome
 from skippipe_jax.storage.records import StepMetrics, finite
 
-# Seconds between progress lines during compilation.
-SECONDS_BETWEEN_LINES = 10.0
-
 
 @dataclass(frozen=True)
 class Compilations:
@@ -86,7 +83,7 @@ class CompilationCounter:
             before = self.compilations
             now = Compilations(before.count + 1, before.seconds + duration_secs)
             self.compilations = now
-            if time.perf_counter() - self.logged_s > SECONDS_BETWEEN_LINES:
+            if time.perf_counter() - self.logged_s > log.SECONDS_BETWEEN_LINES:
                 self.logged_s = time.perf_counter()
                 programs = f"{now.count} program{'s' * (now.count > 1)}"
                 self.log_line(f"compiling: {programs} so far, {now.seconds:.0f} s")
@@ -130,8 +127,10 @@ class MetricsCollector:
             for step in (1, last)
         }
         topology = runtime.topology
-        spreads = map(topology.spread, topology.nodes)
-        self.own_devices = list(dict.fromkeys(d for spread in spreads for d in spread.devices))
+        shardings = map(topology.sharding, topology.nodes)
+        self.own_devices = list(
+            dict.fromkeys(d for sharding in shardings for d in sharding.devices)
+        )
         data = config.data
         self.flops = {
             name: iteration_flops(config.model, plan, data.microbatch_size, data.sequence_length)

@@ -44,8 +44,8 @@ from skippipe_jax.training.callbacks.base import Callback, CallbackList
 from skippipe_jax.training.callbacks.metrics_log import MetricsLog, TimelinePlotter
 from skippipe_jax.training.callbacks.progress import HostStatus, ProgressBar, StatusUpdates
 from skippipe_jax.training.callbacks.trackers import trackers_of_leader
-from skippipe_jax.training.dropped_stages import dropped_stage_states
 from skippipe_jax.training.initial_weights import InitialWeights, open_initial_weights
+from skippipe_jax.training.left_out_stages import states_of_left_out_stages
 from skippipe_jax.training.metrics import CompilationCounter, MetricsCollector
 from skippipe_jax.training.preemption import Preemption
 from skippipe_jax.training.setup import (
@@ -200,7 +200,7 @@ class Session:
         """Return the state of this host, including states of stages that it no longer serves."""
         topology, remains = self.runtime.topology, NO_RECOVERY_SOURCES
         replicas = self._still_offered | {
-            (topology.stage_of[node], topology.spread(node)): state
+            (topology.stage_of[node], topology.sharding(node)): state
             for node, state in self.runtime.states.items()
         }
         if self._config.recovery.lost_stage in (BUDDY, AVERAGE, SKIP):
@@ -342,7 +342,7 @@ class Session:
         left_out = self.group.generation.left_out
         if left_out and self.group.index == 0:
             count = len(self._setup.plan.stages)
-            kept, ages = dropped_stage_states(self._config, count, left_out, self._updates)
+            kept, ages = states_of_left_out_stages(self._config, count, left_out, self._updates)
             items = replace(items, stages={**items.stages, **kept}, stale_stages=ages)
         validated, loss = self._validation
         metrics = {}

@@ -150,7 +150,7 @@ class ControlSimulation(Simulation):
         self.run(lambda: self.live.keys() >= {*self.own_hosts}, 120.0)
         self.has_begun = True
 
-    def start(self, host: int, *, is_apart: bool = False) -> None:
+    def start(self, host: int, *, is_diskless: bool = False) -> None:
         """Start a process of a host: the first begins the run, and later ones come back to it."""
         if host in self.live or host in self.starting:
             return
@@ -158,9 +158,9 @@ class ControlSimulation(Simulation):
         process = Process(self.loop, host)
         own = Host(host, Membership(CLUSTER, host, len(self.own_hosts)), process, False)
         own.attended.process = 1000 * (host + 1) + self.processes[host]
-        process.start(self._live(host, own, is_apart))
+        process.start(self._live(host, own, is_diskless))
 
-    async def _live(self, host: int, own: Host, is_apart: bool) -> None:
+    async def _live(self, host: int, own: Host, is_diskless: bool) -> None:
         attended = own.attended
         is_first = host in self.own_hosts and self.processes[host] == 0
         self.processes[host] += 1
@@ -185,7 +185,7 @@ class ControlSimulation(Simulation):
             attended.inbox.follow(Enter(first))
             state = first_state(host, self.rules, first, 0)
         else:
-            rules = replace(self.rules, is_apart=is_apart)
+            rules = replace(self.rules, is_diskless=is_diskless)
             state = ConsensusState(host, self.processes[host], rules)
 
         def follow(decision: Decision) -> None:
@@ -384,7 +384,7 @@ class ControlSimulation(Simulation):
                 self.tell(one, Told())
             case "join" if self.spare:
                 new = random.choice(hosts[len(self.own_hosts) :])
-                self.start(new, is_apart=random.random() < 0.5)
+                self.start(new, is_diskless=random.random() < 0.5)
             case "wish" if one in self.live:
                 self.wish(one, random.randrange(100))
             case "pause" if one in self.live:

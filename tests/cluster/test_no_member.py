@@ -38,7 +38,7 @@ NO_MESSAGES = [
     ["put", "key"],
     ["put", "key", 1, "value"],
     ["put", 0, "key", "x" * (1 << 20)],
-    ["control", ["Counts", 1, 1, [10**400]]],
+    ["control", ["Commit", 1, 1, [10**400]]],
     ["control", [[["deep"]]]],
     ["control", {}],
     ["fail", "host 0", 2],

@@ -46,7 +46,7 @@ MESSAGES = st.sampled_from(
         ["where", 1],
         ["listens", 1, "127.0.0.1:9"],
         ["verdict", 0, "is lost", 2],
-        ["control", ["Beat", 1, 5, [0, -1]]],
+        ["control", ["Heartbeat", 1, 5, [0, -1]]],
         ["clock", 1.0],
         ["welcome", {"host": 2, "name": "", "start": 0, "addresses": {}}],
         ["refused", 2, "a", "b", "c", "d"],

@@ -18,11 +18,11 @@ from msgspec import structs
 from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (
     Abandoned,
-    Beat,
     ConsensusRules,
     ConsensusState,
     Event,
     Generation,
+    Heartbeat,
     Held,
     Presence,
     Received,
@@ -105,7 +105,7 @@ class Exploration:
             sent = tuple((one.target, one.message) for one in effects if isinstance(one, Send))
             numbered = tuple((target, self.number(message)) for target, message in sent)
             calls = tuple(
-                n for n, (_, m) in zip(numbered, sent, strict=True) if type(m) is not Beat
+                n for n, (_, m) in zip(numbered, sent, strict=True) if type(m) is not Heartbeat
             )
             self._after[given] = self.number(state), numbered, calls
         state, with_beats, calls = self._after[given]

@@ -39,7 +39,11 @@ from skippipe_jax.consensus.generations import (
     Told,
     Writes,
 )
-from skippipe_jax.consensus.next_generation import BEATS_BEFORE_LEAVING, can_decide, is_readable
+from skippipe_jax.consensus.next_generation import (
+    HEARTBEATS_BEFORE_LEAVING,
+    can_decide,
+    is_readable,
+)
 
 STAGES = 2
 
@@ -68,28 +72,28 @@ def covers(placement: Placement, hosts: frozenset[int]) -> bool:
 def placed(
     placement: Placement,
     hosts: frozenset[int],
-    apart: Collection[int] = (),
+    diskless: Collection[int] = (),
     left_out: Collection[int] = (),
 ) -> Placement:
     """The living hosts share the stages, one of them each, so a last one does not serve all.
 
-    Those that are apart do not newly get stage 0. Those that serve nothing get a stage.
+    Those that are diskless do not newly get stage 0. Those that serve nothing get a stage.
     """
     idle = moved(placement, {host: {1} for host in hosts.difference(*placement)})
     if idle != placement and covers(idle, hosts):
         return idle
-    barred = {*apart}.difference(placement[0])
+    barred = {*diskless}.difference(placement[0])
     alive = sorted(hosts, key=lambda host: (host in barred, host))
     return moved(
         placement, {host: {1 if host in barred else p % STAGES} for p, host in enumerate(alive)}
     )
 
 
-def safest(placement: Placement, hosts: frozenset[int], apart: Collection[int]) -> Placement:
+def safest(placement: Placement, hosts: frozenset[int], diskless: Collection[int]) -> Placement:
     """Where one host alone serves a stage, another comes to it from one that three serve."""
     serving = [len(hosts.intersection(own)) for own in placement]
     for stage in range(len(placement)):
-        barred = apart if stage == 0 else ()
+        barred = diskless if stage == 0 else ()
         free = [
             host
             for host in sorted({*hosts}.difference(barred))
@@ -228,7 +232,7 @@ class Simulation:
         assert generation == same, "one generation of each number, and one leader of each"
         assert generation.leader in generation.members
         assert host in generation.members
-        assert own.state.rules.is_apart == (host in generation.apart)
+        assert own.state.rules.is_diskless == (host in generation.diskless)
         if generation.is_last:
             self.has_ended = True
             return
@@ -236,9 +240,9 @@ class Simulation:
         members, fresh = frozenset(generation.members), frozenset(generation.fresh)
         assert members <= {*chain(*generation.placement)}, "all serve"
         before = self.decided[generation.number - 1].placement
-        assert is_readable(self.rules, before, generation.placement, generation.apart)
-        assert generation.leader not in generation.apart, "who leads writes"
-        assert generation.leader not in fresh or members - fresh <= {*generation.apart}
+        assert is_readable(self.rules, before, generation.placement, generation.diskless)
+        assert generation.leader not in generation.diskless, "who leads writes"
+        assert generation.leader not in fresh or members - fresh <= {*generation.diskless}
         self.take_state(host, generation)
         served = {stage for member in members for stage in serves(generation.placement, member)}
         assert served.isdisjoint(generation.left_out)
@@ -269,7 +273,7 @@ class Simulation:
 
     def restore(self, host: int, generation: Generation) -> None:
         """A member reads the checkpoint of the step that its generation begins with."""
-        assert host not in generation.apart, "it cannot read a checkpoint"
+        assert host not in generation.diskless, "it cannot read a checkpoint"
         own = self.live[host]
         own.applied, own.is_ready = list(self.checkpoints[generation.step]), True
         own.stages = dict.fromkeys(own.served, own.applied)
@@ -383,11 +387,11 @@ class Simulation:
     def crash(self, host: int) -> None:
         self.live.pop(host, None)
 
-    def start(self, host: int, *, is_apart: bool = False) -> None:
+    def start(self, host: int, *, is_diskless: bool = False) -> None:
         if host not in self.live:
             self.copies[host].clear()
             self.processes[host] += 1
-            rules = replace(self.rules, is_apart=is_apart)
+            rules = replace(self.rules, is_diskless=is_diskless)
             state = ConsensusState(host, self.processes[host], rules)
             self.live[host] = Process(state, is_ready=False)
 
@@ -427,7 +431,7 @@ class Simulation:
             case "abandon" if one in self.live:
                 self.tell(one, Abandoned(self.live[one].state.number))
             case "join":
-                self.start(one, is_apart=True)
+                self.start(one, is_diskless=True)
 
     def wish(self, host: int, number: int) -> None:
         """A host wants all to go on under some placement; only the wish of a leader counts."""
@@ -468,7 +472,7 @@ class Simulation:
             if host in self.live and self.live[host].state.process == process
         ]
         entered = any(self.live[host].state.number == last.number for host in known)
-        two = len(last.members) == 2 and not last.apart
+        two = len(last.members) == 2 and not last.diskless
         return entered and (can_decide(last, known) or (two and bool(known)))
 
 
@@ -556,7 +560,7 @@ def tell_to_leave(simulation: Simulation, *hosts: int) -> None:
     """Some hosts are told to leave, and the others have heard of it long enough."""
     for host in hosts:
         simulation.tell(host, Told())
-    pass_time(simulation, BEATS_BEFORE_LEAVING)
+    pass_time(simulation, HEARTBEATS_BEFORE_LEAVING)
 
 
 def step(simulation: Simulation, *hosts: int) -> None:

@@ -15,7 +15,7 @@ from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus import control
 from skippipe_jax.consensus.control import Control
 from skippipe_jax.consensus.decisions import first_state
-from skippipe_jax.consensus.generations import Beat, Generation, Message
+from skippipe_jax.consensus.generations import Generation, Heartbeat, Message
 from skippipe_jax.storage.files import unusable
 from tests.consensus import exploration
 
@@ -43,7 +43,7 @@ def test_a_host_shows_that_it_lives_while_storage_fails_and_hangs(
         beats, entered = asyncio.Queue[Any](), asyncio.Queue[Any]()
 
         def send(host: int, kind: str, message: Message) -> None:
-            if isinstance(message, Beat) and len(asks) == 2:
+            if isinstance(message, Heartbeat) and len(asks) == 2:
                 beats.put_nowait(message)
 
         own = Control(

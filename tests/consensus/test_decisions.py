@@ -18,10 +18,10 @@ from msgspec import structs
 from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (
     Abandoned,
-    Beat,
     Decided,
     Enter,
     Generation,
+    Heartbeat,
     PlanRequest,
     Presence,
     Promise,
@@ -30,7 +30,7 @@ from skippipe_jax.consensus.generations import (
     Told,
 )
 from skippipe_jax.consensus.next_generation import (
-    BEATS_BEFORE_LEAVING,
+    HEARTBEATS_BEFORE_LEAVING,
     is_the_end,
     next_generation,
 )
@@ -144,10 +144,10 @@ def test_hosts_beside_those_of_the_start_come_and_go():
     """Nobody waits for a place that was never taken, or misses who was never there."""
     simulation = stepped(2, spare=2)
     assert simulation.decided[1].members == (0, 1)
-    simulation.start(3, is_apart=True)
+    simulation.start(3, is_diskless=True)
     simulation.calm(10)
     second = simulation.decided[2]
-    assert (second.members, second.fresh, second.apart) == ((0, 1, 3), (3,), (3,))
+    assert (second.members, second.fresh, second.diskless) == ((0, 1, 3), (3,), (3,))
     assert second.cause == "host 3 joined"
     assert second.placement == ((0,), (1, 3))
     assert second.holders == ((0,), (1,))
@@ -243,7 +243,7 @@ def test_who_leaves_does_not_lead_those_that_go_back_without_it():
         Simulation(5).rules, safest=lambda *_: ((0, 1, 2), (3, 4)), placed=lambda own, *_: own
     )
     last = Generation(3, hosts, hosts, 0, 1, placement=placement, is_rewound=True)
-    state = structs.replace(first_state(0, rules, last, 1), leaving={0: BEATS_BEFORE_LEAVING})
+    state = structs.replace(first_state(0, rules, last, 1), leaving={0: HEARTBEATS_BEFORE_LEAVING})
     promises = {
         host: Promise(4, (1, 0), first_state(host, rules, last, 1).standing, None) for host in hosts
     }
@@ -363,7 +363,7 @@ def test_who_is_told_to_leave_goes_after_a_step_if_others_hold_what_it_does():
 def test_a_notice_has_to_be_some_beats_old():
     simulation = stepped(4)
     simulation.tell(0, Told())
-    for _ in range(BEATS_BEFORE_LEAVING - 2):
+    for _ in range(HEARTBEATS_BEFORE_LEAVING - 2):
         pass_time(simulation)
         step(simulation)
     assert generations(simulation) == {1}
@@ -457,7 +457,7 @@ def test_who_has_left_is_not_taken_in_until_it_is_started_again():
     tell_to_leave(simulation, 3)
     step(simulation)
     for host in simulation.live:
-        simulation.tell(host, Received(3, Beat(0, 0, (0, -1), leaves=True)))
+        simulation.tell(host, Received(3, Heartbeat(0, 0, (0, -1), leaves=True)))
     step(simulation)
     assert generations(simulation) == {2}
     simulation.start(3)
@@ -465,20 +465,20 @@ def test_who_has_left_is_not_taken_in_until_it_is_started_again():
     step(simulation)
     assert simulation.decided[3].members == (0, 1, 2, 3)
     assert simulation.decided[3].fresh == (3,)
-    pass_time(simulation, BEATS_BEFORE_LEAVING)
+    pass_time(simulation, HEARTBEATS_BEFORE_LEAVING)
     step(simulation)
     assert generations(simulation) == {3}, "the notice was for the process before"
 
 
-def with_apart(hosts: int, *apart: int, **options: bool) -> Simulation:
+def with_diskless(hosts: int, *diskless: int, **options: bool) -> Simulation:
     """Hosts of which some have taken the places of lost ones and their states, one by one."""
     simulation = stepped(hosts, **options)
-    for host in apart:
+    for host in diskless:
         lose(simulation, host)
         goes_on(simulation)
-        simulation.start(host, is_apart=True)
+        simulation.start(host, is_diskless=True)
         goes_on(simulation)
-    assert last_of(simulation).apart == apart
+    assert last_of(simulation).diskless == diskless
     return simulation
 
 
@@ -490,11 +490,11 @@ def goes_on(simulation: Simulation) -> None:
 
 
 def test_who_does_not_reach_the_folder_leads_only_where_the_run_ends():
-    simulation = with_apart(5, 0, 1)
+    simulation = with_diskless(5, 0, 1)
     assert last_of(simulation).leader == 2
     lose(simulation, 2)
     goes_on(simulation)
-    assert (last_of(simulation).leader, last_of(simulation).apart) == (3, (0, 1))
+    assert (last_of(simulation).leader, last_of(simulation).diskless) == (3, (0, 1))
     lose(simulation, 3)
     goes_on(simulation)
     assert (last_of(simulation).members, last_of(simulation).leader) == ((0, 1, 4), 4)
@@ -504,7 +504,7 @@ def test_who_does_not_reach_the_folder_leads_only_where_the_run_ends():
 
 
 def test_who_is_apart_takes_its_state_from_those_that_read_a_checkpoint():
-    simulation = with_apart(5, 4)
+    simulation = with_diskless(5, 4)
     simulation.save(0)
     saved = len(simulation.live[0].applied)
     assert simulation.checkpoints.keys() == {0, saved}
@@ -514,7 +514,7 @@ def test_who_is_apart_takes_its_state_from_those_that_read_a_checkpoint():
             goes_on(simulation)
     last = last_of(simulation)
     assert (last.members, last.is_rewound, last.step) == ((0, 2, 4), True, saved)
-    assert (last.fresh, last.apart) == ((4,), (4,))
+    assert (last.fresh, last.diskless) == ((4,), (4,))
     # Of those that can read it, one holds each stage.
     assert covers(last.placement, frozenset({0, 2}))
     goes_on(simulation)
@@ -525,10 +525,10 @@ def test_who_is_apart_takes_its_state_from_those_that_read_a_checkpoint():
 def test_of_two_the_one_that_reaches_the_folder_decides_alone():
     simulation = Simulation(2)
     placement = ((0,), (0, 1))
-    first = Generation(1, (0, 1), (0, 0), 0, 0, placement=placement, apart=(1,))
+    first = Generation(1, (0, 1), (0, 0), 0, 0, placement=placement, diskless=(1,))
     simulation.decided[1] = first
     for host, own in simulation.live.items():
-        rules = replace(simulation.rules, is_apart=host == 1)
+        rules = replace(simulation.rules, is_diskless=host == 1)
         own.state = first_state(host, rules, first, 0)
         own.stages = {stage: [] for stage in serves(placement, host)}
         simulation.tell(host, Presence(1 - host, is_there=False))

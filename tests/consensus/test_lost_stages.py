@@ -33,17 +33,20 @@ STAGES = 3
 
 
 def placed(
-    placement: Placement, hosts: frozenset[int], apart: Collection[int], left_out: Collection[int]
+    placement: Placement,
+    hosts: frozenset[int],
+    diskless: Collection[int],
+    left_out: Collection[int],
 ) -> Placement | None:
     """Of the stage that most serve the last one goes to a stage that nobody serves."""
     stages = [stage for stage in range(STAGES) if stage not in left_out]
-    if len(hosts) < len(stages) or hosts <= {*apart}:
+    if len(hosts) < len(stages) or hosts <= {*diskless}:
         return None
     for stage in stages:
         first = {host: min(serves(placement, host)) for host in hosts}
         serving = Counter(first.values())
         if not serving[stage]:
-            free = hosts.difference(apart if stage == 0 else ())
+            free = hosts.difference(diskless if stage == 0 else ())
             most = max((first[host] for host in free), key=lambda own: (serving[own], own))
             placement = moved(placement, {max(h for h in free if first[h] == most): {stage}})
     return placement
@@ -205,11 +208,11 @@ def left_out_after_a_save(hosts: int = 7) -> Simulation:
     return simulation
 
 
-def come_back(simulation: Simulation, *hosts: int, is_apart: bool = False) -> Generation:
+def come_back(simulation: Simulation, *hosts: int, is_diskless: bool = False) -> Generation:
     """The generation that follows when hosts are taken in again."""
     number = last_of(simulation).number
     for host in hosts:
-        simulation.start(host, is_apart=is_apart)
+        simulation.start(host, is_diskless=is_diskless)
     while last_of(simulation).number == number:
         simulation.calm(1)
     run(simulation)
@@ -245,8 +248,8 @@ def test_a_stage_that_was_left_out_comes_back_from_the_last_checkpoint():
 
 def test_what_a_host_serves_that_does_not_reach_the_checkpoints_the_leader_reads():
     simulation = left_out_after_a_save()
-    third = come_back(simulation, 1, is_apart=True)
-    assert (third.apart, third.leader) == ((1,), 0)
+    third = come_back(simulation, 1, is_diskless=True)
+    assert (third.diskless, third.leader) == ((1,), 0)
     assert third.remade == (RebuiltStage(1, SKIP, 2, (0,)),)
 
 

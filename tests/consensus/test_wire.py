@@ -20,12 +20,12 @@ from skippipe_jax.consensus.generations import (
     MOST_NUMBERS,
     Accepted,
     Ask,
-    Beat,
+    Commit,
     ConsensusState,
     Contribution,
-    Counts,
     Decided,
     Generation,
+    Heartbeat,
     Held,
     HostsOfStages,
     Message,
@@ -72,7 +72,7 @@ def generations(draw: st.DrawFn) -> Generation:
         draw(st.text(max_size=5)),
         lost=tuple(draw(st.lists(stages, max_size=most))),
         remade=tuple(draw(st.lists(remade(stages, st.sampled_from(members)), max_size=most))),
-        apart=tuple(sorted(draw(st.sets(st.sampled_from(members))))),
+        diskless=tuple(sorted(draw(st.sets(st.sampled_from(members))))),
         left_out=tuple(draw(st.lists(stages, max_size=most))),
     )
 
@@ -97,12 +97,16 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Promise, NUMBERS, BALLOTS, STANDINGS, st.none() | st.tuples(BALLOTS, generations())),
     st.builds(Accepted, NUMBERS, BALLOTS),
     st.builds(Decided, generations()),
-    st.builds(Beat, NUMBERS, NUMBERS, BALLOTS, leaves=st.booleans(), is_apart=st.booleans()),
+    st.builds(
+        Heartbeat, NUMBERS, NUMBERS, BALLOTS, leaves=st.booleans(), is_diskless=st.booleans()
+    ),
     st.builds(Contribution, NUMBERS, NUMBERS, SUMS),
-    st.builds(Counts, NUMBERS, NUMBERS, SUMS),
+    st.builds(Commit, NUMBERS, NUMBERS, SUMS),
 )
 FIELDS = st.sampled_from(["members", "number", "applied", "outcome", "leader", "placement"])
-NAMES = st.sampled_from(["Ask", "Promise", "Accepted", "Decided", "Beat", "Contribution", "Counts"])
+NAMES = st.sampled_from(
+    ["Ask", "Promise", "Accepted", "Decided", "Heartbeat", "Contribution", "Commit"]
+)
 JSON = json_values(NAMES, FIELDS)
 
 
@@ -138,16 +142,16 @@ def test_what_is_no_message_is_a_value_error_and_nothing_else(given: Any):
 @pytest.mark.parametrize(
     "given",
     [
-        ["Counts", 1, 1, [10**400]],
-        ["Counts", 1, 1, ["1"]],
-        ["Counts", 1, 1, [True]],
-        ["Counts", 1, 1, None],
+        ["Commit", 1, 1, [10**400]],
+        ["Commit", 1, 1, ["1"]],
+        ["Commit", 1, 1, [True]],
+        ["Commit", 1, 1, None],
         ["Contribution", 1, 1, [0.0] * (MOST_NUMBERS + 1)],
         ["Contribution", True, 1, []],
-        ["Beat", 1, 1, {"0": 1, "1": 2}, [], False],
-        ["Beat", -1, 1, [0, 0], [], False],
-        ["Beat", 1 << 62, 1, [0, 0], [], False],
-        ["Beat", 1, 1, [0, 0], [], 0],
+        ["Heartbeat", 1, 1, {"0": 1, "1": 2}, [], False],
+        ["Heartbeat", -1, 1, [0, 0], [], False],
+        ["Heartbeat", 1 << 62, 1, [0, 0], [], False],
+        ["Heartbeat", 1, 1, [0, 0], [], 0],
         ["Promise", 1, [0, 0], {"saved": 1}, None],
         ["Decided", []],
         ["Decided"],
@@ -200,7 +204,7 @@ def is_sound(state: ConsensusState) -> bool:
 # Most messages would be about a generation that is nobody's.
 OWN_MESSAGES = st.one_of(
     st.builds(Contribution, st.just(1), st.just(1), SUMS),
-    st.builds(Counts, st.just(1), st.just(1), SUMS),
+    st.builds(Commit, st.just(1), st.just(1), SUMS),
     st.builds(Promise, st.just(2), st.just((1, 0)), STANDINGS, st.none()),
     st.just(Accepted(2, (1, 0))),
 )
@@ -247,12 +251,12 @@ def test_a_host_that_is_no_member_has_no_say():
     state = first_state(0, RULES, two, 0)
     for message in (
         Ask(2, (9, 1), None),
-        Beat(1, 1, (1 << 40, 1)),
+        Heartbeat(1, 1, (1 << 40, 1)),
         Contribution(1, 1, (1.0,)),
-        Counts(1, 1, (1.0,)),
+        Commit(1, 1, (1.0,)),
     ):
         assert advance(state, Received(1, message)) == (state, [])
-    state, _ = advance(state, Received(2, Beat(1, 2, (1, 2))))
+    state, _ = advance(state, Received(2, Heartbeat(1, 2, (1, 2))))
     state, _ = advance(state, Tick())
     assert state.proposal is not None
     ballot = state.proposal.ballot
@@ -264,7 +268,7 @@ def test_a_host_that_is_no_member_has_no_say():
 def test_a_step_counts_by_the_word_of_the_leader_alone():
     state = first_state(1, RULES, FIRST, 0)
     state, _ = advance(state, Held(1, 1, (1.0,)))
-    told = Counts(1, 1, (3.0,))
+    told = Commit(1, 1, (3.0,))
     assert advance(state, Received(2, told)) == (state, [])
     assert advance(state, Received(0, told))[0].standing.applied == 1
 
@@ -281,7 +285,7 @@ def test_a_host_that_refuses_a_ballot_still_says_whom_it_misses():
     for event in (Presence(2, is_there=False), Received(2, Ask(2, (5, 2), None))):
         state, _ = advance(state, event)
     _, [refusal] = advance(state, Received(0, Ask(2, (3, 0), None)))
-    assert refusal == Send(0, Beat(1, 1, (5, 2), missed=(2,)))
+    assert refusal == Send(0, Heartbeat(1, 1, (5, 2), missed=(2,)))
 
 
 def test_a_host_that_refuses_its_own_ballot_does_not_complain():

@@ -128,6 +128,14 @@ def test_a_mistake_is_named_and_leaves_nothing(jsonl, tmp_path, capsys, words, t
     assert not list(tmp_path.iterdir())
 
 
+def test_the_output_is_outside_of_the_text_that_is_read(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("some text", encoding="utf-8")
+    output = str(tmp_path / "tokens")
+    code, printed = main(["tokenize", str(tmp_path), "-o", output]), capsys.readouterr()
+    told = f"--output = '{output}': is in {tmp_path}, which is read as text"
+    expect_error((code, printed.out, printed.err), told)
+
+
 def test_a_tokenizer_alone(jsonl, tmp_path):
     words = ["tokenize", str(jsonl), "-o", str(tmp_path / "own"), "--text-field", "body"]
     assert main([*words, "--train-bpe", "270", "--tokenizer-only"]) == 0

@@ -28,7 +28,7 @@ from skippipe_jax.config import (
     NodeMesh,
 )
 from skippipe_jax.models.node_memory import kept_bytes, memory_of_node
-from skippipe_jax.runtime.spread import NodeSharding
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.runtime.stage_functions import activation, stage_functions, wire_of_run
 
 LAYERS, BATCH, TIME = 3, 4, 512

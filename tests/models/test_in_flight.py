@@ -18,10 +18,10 @@ from skippipe_jax.config import Config, parse_config
 from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.in_flight import (
     USABLE_SHARE,
+    memory_use,
     memory_warnings,
     most_in_flight,
     names,
-    rooms,
 )
 from skippipe_jax.models.node_memory import memory_of_stages
 from skippipe_jax.models.planned_case import configured_cases
@@ -131,7 +131,7 @@ def with_memory(case: Case, counts: dict[int, int]) -> Case:
 
 
 def short(config: Config, case: Case, nodes: Sequence[int]) -> bool:
-    return any(room.is_short for room in rooms(config, case) if set(room.nodes) & set(nodes))
+    return any(use.is_short for use in memory_use(config, case) if set(use.nodes) & set(nodes))
 
 
 @settings(max_examples=30)
@@ -151,7 +151,7 @@ def test_what_is_filled_in_fits_and_one_more_anywhere_does_not(
         if 0 < found[node] < all_of_them:
             more = with_memory(filled, {node: found[node] + 1})
             assert short(config, more, with_room)
-    # And where there is room for none, there is none even if all others hold but one.
+    # And where there is use for none, there is none even if all others hold but one.
     one_each = with_memory(case, dict.fromkeys(left_open, 1))
     for node in set(left_open) - set(with_room):
         assert short(config, one_each, [node])
@@ -174,7 +174,7 @@ def test_nodes_may_have_bytes_or_a_number_of_their_own():
     # More may wait on the small ones than if all were small.
     assert 1 <= first < 3
     assert parse_case(dict(case.source)).nodes == case.nodes
-    assert not any(room.is_short for room in rooms(config, case))
+    assert not any(use.is_short for use in memory_use(config, case))
     # The other way round: one says auto, and all others have a number.
     nodes[1] |= {"memory": "auto"}
     config = config_of(CASE | {"nodes": nodes, "memory": 3, "memory_bytes": small})

@@ -34,7 +34,7 @@ from skippipe_jax.models.document_mask import (
 )
 from skippipe_jax.models.llama import DataStage, Stage, create_stage
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage
-from skippipe_jax.runtime.spread import NodeSharding
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.runtime.stage_functions import stage_functions
 from tests.harness import oracle
 from tests.models.test_llama import random_module

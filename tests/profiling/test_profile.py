@@ -47,7 +47,7 @@ from skippipe_jax.profiling.stages import (
     fit_costs,
     measure_stage,
 )
-from skippipe_jax.runtime.spread import NodeSharding
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.training.planning import make_plan
 from tests.harness.training_runs import write_config
 

@@ -16,11 +16,11 @@ from skippipe_jax.config import Config, ModelConfig
 from skippipe_jax.config.cluster import BUDDY, RecoveryConfig
 from skippipe_jax.models.footprint import buddy_checkpoint_bytes
 from skippipe_jax.program.compiler import Hop
-from skippipe_jax.runtime import buddies, copied
+from skippipe_jax.runtime import buddies, state_copy
 from skippipe_jax.runtime.buddies import BuddyCheckpoints
-from skippipe_jax.runtime.copied import Bytes, Copy, packed
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
+from skippipe_jax.runtime.state_copy import Bytes, Copy, packed
 from skippipe_jax.runtime.topology import Topology
 from tests.sched.examples import plan_of
 
@@ -124,7 +124,7 @@ class Hosts:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copied, "COPY_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(state_copy, "COPY_CHUNK_BYTES", 1000)
 
 
 def test_the_buddy_is_the_first_host_after_it_that_does_not_serve_the_stage():

@@ -20,6 +20,7 @@ from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import NodeMesh
 from skippipe_jax.program.compiler import Hop
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.runtime.ring import (
     ANSWER_S,
     ENOUGH_CHUNKS,
@@ -34,7 +35,6 @@ from skippipe_jax.runtime.ring import (
     RingPart,
     chunk_bytes,
 )
-from skippipe_jax.runtime.spread import NodeSharding
 from tests.sched.examples import plan_of
 
 MB, MS = 1e6, 1e-3
@@ -175,13 +175,13 @@ def average(
     own: list[Any],
     dtype: Any,
     pick: random.Random,
-    spreads: Sequence[NodeSharding | None] | None = None,
+    shardings: Sequence[NodeSharding | None] | None = None,
 ) -> list[Any]:
     """Return the sum that every replica ends with."""
-    spreads = spreads or [None] * len(own)
+    shardings = shardings or [None] * len(own)
     parts = [
         RingPart(ring, node, tree, jnp.dtype(dtype), here)
-        for node, tree, here in zip(ring.nodes, own, spreads, strict=True)
+        for node, tree, here in zip(ring.nodes, own, shardings, strict=True)
     ]
     pass_round(parts, pick)
     return [part.result() for part in parts]
@@ -210,7 +210,7 @@ def test_all_replicas_get_the_sum_and_the_same_bits(
 
 def test_each_device_of_a_mesh_sums_its_shards():
     devices, random_numbers = jax.local_devices(), np.random.default_rng(0)
-    spreads = [NodeSharding.over(devices[first : first + 2], NodeMesh(2, 1)) for first in (0, 2)]
+    shardings = [NodeSharding.over(devices[first : first + 2], NodeMesh(2, 1)) for first in (0, 2)]
     shapes = {"query": {"kernel": (2, 8, 6)}, "ffn_norm": {"scale": (2, 8)}}
     whole = [
         jax.tree.map(
@@ -218,12 +218,12 @@ def test_each_device_of_a_mesh_sums_its_shards():
             shapes,
             is_leaf=lambda shape: isinstance(shape, tuple),
         )
-        for _ in spreads
+        for _ in shardings
     ]
-    own = [here.put(tree) for here, tree in zip(spreads, whole, strict=True)]
+    own = [here.put(tree) for here, tree in zip(shardings, whole, strict=True)]
     ring = Ring.of(CASE, 0, [3, 5], length=56, shards=2)
-    results = average(ring, own, "float32", random.Random(0), spreads)
-    for result, here in zip(results, spreads, strict=True):
+    results = average(ring, own, "float32", random.Random(0), shardings)
+    for result, here in zip(results, shardings, strict=True):
         jax.tree.map(np.testing.assert_array_equal, result, jax.tree.map(np.add, *whole))
         assert jax.tree.map(lambda leaf: leaf.sharding, result) == here.of_tree(result)
 

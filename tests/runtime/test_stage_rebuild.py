@@ -11,12 +11,12 @@ import pytest
 from skippipe_jax.config import Config, DataConfig, OptimizerConfig
 from skippipe_jax.models.footprint import buddy_checkpoint_bytes
 from skippipe_jax.optim.update_rule import updates_made
-from skippipe_jax.runtime.copied import packed, pieces, unpacked
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import TOKENS
 from skippipe_jax.runtime.stage_rebuild import averaged_stage, with_count
-from skippipe_jax.runtime.totals import add_up, apart
+from skippipe_jax.runtime.state_copy import packed, pieces, unpacked
+from skippipe_jax.runtime.totals import add_up, split_sums
 from tests.harness.one_host import open_alone
 from tests.harness.training_runs import assert_same_bits, by_name
 from tests.runtime.test_oracle import BATCH, SMALL, TIME
@@ -108,7 +108,7 @@ def test_norms_are_those_of_the_blocks_of_each_stage(runtime: Runtime):
     topology = runtime.topology
     parts = [n for stage in range(3) for n in runtime.replicas.squared_norms(stage)]
     summed = add_up(topology, parts, False, {2: 0.5}, noted)
-    sums = apart(summed, len(topology.devices))
+    sums = split_sums(summed, len(topology.devices))
     totals, busy_s, norms = sums.totals, sums.busy_s, sums.squared_norms
     assert norms is not None
     assert np.asarray(busy_s).tolist() == [0, 0, 0.5, 0]

@@ -115,8 +115,8 @@ def test_a_run_that_begins_with_weights_has_zeros_where_they_are_used(runtime: R
 def test_a_stage_that_moves_within_a_host_is_copied_there(runtime: Runtime, checkpoint: Checkpoint):
     """As where another device of the host has had it before; nothing is drawn or read anew."""
     states = resumed(runtime, checkpoint)
-    devices, spread = runtime.topology.device, runtime.topology.spread
-    kept = {(0, spread(3)): states[0], (1, spread(1)): states[1]}
+    devices, sharding = runtime.topology.device, runtime.topology.sharding
+    kept = {(0, sharding(3)): states[0], (1, sharding(1)): states[1]}
     own = make_states(CONFIG, runtime.topology, None, kept)
     assert own[1] is states[1]
     for node in (0, 2, 3):
@@ -163,7 +163,7 @@ def test_states_that_are_kept_have_no_gradients_beside_their_gradients(
     runtime: Runtime, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ):
     states, topology = resumed(runtime, checkpoint), runtime.topology
-    kept = {(topology.stage_of[node], topology.spread(node)): own for node, own in states.items()}
+    kept = {(topology.stage_of[node], topology.sharding(node)): own for node, own in states.items()}
     again, peak = most_besides(monkeypatch, lambda: make_states(CONFIG, topology, None, kept))
     assert again == states
     assert peak == 0

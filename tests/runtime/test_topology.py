@@ -62,6 +62,15 @@ def test_nodes_of_like_devices_on_different_hosts_hold_replicas_of_their_own():
     assert topology.rings[0].nodes == (0, 1, 2)
 
 
+def test_messages_name_hosts_by_their_ids():
+    """In a later generation, the rank of a host is no longer its id."""
+    kinds, host_ids = [["cpu"]] * 3, (1, 4, 6)
+    plan = plan_of([[0, 1, 2]], [[0], [1], [2]])
+    topology = Topology.of(Config(model=MODEL), plan, 1, (0, 1, 2), kinds, host_ids=host_ids)
+    assert topology.node_text(2) == "node 2 on host 6"
+    assert topology.others_text() == "host 1, 6"
+
+
 @pytest.mark.parametrize("in_one_jax", [False, True])
 def test_only_within_one_jax_do_collectives_sum_over_hosts(in_one_jax: bool):
     for topology in topologies(in_one_jax=in_one_jax):

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from skippipe_sched.problem.plan import DATA_STAGE
+
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, Generator
 from skippipe_jax.inference.model_source import ModelSource
@@ -15,7 +17,6 @@ from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.serving.hosts import LossRules, StageHosts
 from skippipe_jax.serving.local_stages import Slots
 from skippipe_jax.serving.routed import RoutedExecutor
-from skippipe_jax.serving.routing import DATA_STAGE
 from skippipe_jax.serving.stage_host import StageHost
 from skippipe_jax.serving.wire import Wire
 from tests.serving.scripted_engine import PATIENCE_S, eventually

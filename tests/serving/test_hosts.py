@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import pytest
 from skippipe_sched.errors import TemporaryError
+from skippipe_sched.problem.plan import DATA_STAGE
 
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.connections.addresses import parse_address
@@ -38,7 +39,7 @@ from skippipe_jax.serving.errors import Unavailable
 from skippipe_jax.serving.hosts import LossRules, StageHosts
 from skippipe_jax.serving.local_stages import LocalStages, Slots
 from skippipe_jax.serving.routed import RoutedExecutor
-from skippipe_jax.serving.routing import DATA_STAGE, FAIL, WAIT
+from skippipe_jax.serving.routing import FAIL, WAIT
 from skippipe_jax.serving.stage_host import PROTOCOL, STAGE_HOST, HostHello
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command

@@ -147,7 +147,7 @@ def test_what_cannot_come_is_an_error():
 
 
 REWOUND = generation(3, is_rewound=True)
-APART = generation(3, is_rewound=True, fresh=(OWN,), apart=(OWN,))
+APART = generation(3, is_rewound=True, fresh=(OWN,), diskless=(OWN,))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_only_hosts_whose_replicas_diverge_may_be_ahead(step: int, diverge: bool
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"apart": (0, OWN, 2)}, "host 3 was lost; only diskless hosts remain"),
+        ({"diskless": (0, OWN, 2)}, "host 3 was lost; only diskless hosts remain"),
         ({}, "a stage is lost and cannot be .*recovery.lost_stage = rewind"),
     ],
 )

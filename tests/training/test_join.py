@@ -24,7 +24,7 @@ from skippipe_jax.connections.join_offer import JoinOffer, Place, describe_files
 from skippipe_jax.connections.join_server import RUN_ENDED
 from skippipe_jax.connections.link_probe import MeasuredLink
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.runtime.spread import NodeSharding
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.metrics_log import MetricsTail
 from skippipe_jax.training.elastic import join_measurements as measuring

@@ -126,7 +126,7 @@ def test_a_better_plan_is_searched_for_and_proposed(
     assert found.predicted.iteration_s < 0.9 * STANDING.predicted.iteration_s
     # Of which that nobody reads who may lack the text: here host 0 alone has data.
     leaders.append(
-        leader := Leader(CONFIG, STANDING, replace(SECOND, apart=(2, 3)), leader.planner)
+        leader := Leader(CONFIG, STANDING, replace(SECOND, diskless=(2, 3)), leader.planner)
     )
     leader.trains_until_the_search_is_over()
     [wish] = leader.wished

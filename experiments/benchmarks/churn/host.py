@@ -42,10 +42,10 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.connections.addresses import parse_address, sever
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.consensus.control import Control
-from skippipe_jax.consensus.generations import Counts
+from skippipe_jax.consensus.generations import Commit
 from skippipe_jax.runtime.background_sync import BackgroundSync
+from skippipe_jax.runtime.exact_iteration import ExactIteration
 from skippipe_jax.runtime.iteration import TrainingIteration
-from skippipe_jax.runtime.live import ExactIteration
 from skippipe_jax.runtime.operations import TrainingOperations
 from skippipe_jax.runtime.outer_iteration import OuterIteration
 from skippipe_jax.runtime.runtime import Runtime
@@ -278,7 +278,7 @@ def wrap_package(witness: Witness) -> None:
         """A leader is also struck when it has told one member that a step counts, not the rest."""
         inner(mesh, host, *message)
         match message:
-            case ["control", Counts()]:
+            case ["control", Commit()]:
                 witness.reach("committed", BEFORE)
 
     wrap(Session, "__init__", opened)

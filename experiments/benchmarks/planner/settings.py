@@ -40,10 +40,14 @@ from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.benchmarks.harness import reporting
 from experiments.paper import cases
-from skippipe_jax.models.footprint import SCALE_BYTES
+from skippipe_jax.models.footprint import ACTIVATION_SCALE_BYTES
 
 # Of the bytes in float32.
-SHARES = {"float32": 1.0, "bfloat16": 0.5, "int8": (1 + SCALE_BYTES / NUMBERS_OF_A_SCALE) / 4}
+SHARES = {
+    "float32": 1.0,
+    "bfloat16": 0.5,
+    "int8": (1 + ACTIVATION_SCALE_BYTES / NUMBERS_OF_A_SCALE) / 4,
+}
 OUTER = {"mode": "outer", "every": 20, "fragments": 4, "delay": 1, "dtype": "int8"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "exact": {},

@@ -25,6 +25,8 @@ VERSION = 1
 
 Kind = Literal["F", "L", "B"]
 KINDS: tuple[Kind, ...] = ("F", "L", "B")
+# It has the embedding and the head, reads the text, and is on every path.
+DATA_STAGE = 0
 NodePath = tuple[int, ...]
 
 

@@ -19,8 +19,6 @@ from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
 
-# Seconds between lines without a terminal.
-SECONDS_BETWEEN_LINES = 10.0
 # Seconds between lines of hosts that do not lead.
 SECONDS_BETWEEN_STATUS = 60.0
 # Number of iterations in the median of their time.
@@ -82,7 +80,7 @@ class ProgressBar(Callback):
         self.bar.update()
         is_last = metrics.step == self.config.train.steps
         if self.bar.disable and (
-            is_last or time.perf_counter() - self.last_line_s > SECONDS_BETWEEN_LINES
+            is_last or time.perf_counter() - self.last_line_s > log.SECONDS_BETWEEN_LINES
         ):
             self.last_line_s = time.perf_counter()
             remaining_s = (self.config.train.steps - metrics.step) * metrics.seconds_per_iteration

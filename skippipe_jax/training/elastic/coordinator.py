@@ -270,7 +270,7 @@ def _open(
 
 
 def _end_message(generation: Generation, lost_stage: str) -> str:
-    if set(generation.apart) == set(generation.members):
+    if set(generation.diskless) == set(generation.members):
         return f"{generation.cause}; only diskless hosts remain: no checkpoint could be written"
     return (
         f"{generation.cause}; a stage is lost and cannot be recovered "

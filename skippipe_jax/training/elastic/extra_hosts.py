@@ -107,7 +107,7 @@ def with_second_hosts(
 
 def stages_for(rules: ConsensusRules, generation: Generation, host: int) -> tuple[int, ...]:
     """List the stages that a host would serve if it joined, as far as can be predicted."""
-    members, apart = frozenset({*generation.members, host}), {*generation.apart, host}
-    covered = covering(rules, generation.placement, members, apart, generation.left_out)
+    members, diskless = frozenset({*generation.members, host}), {*generation.diskless, host}
+    covered = covering(rules, generation.placement, members, diskless, generation.left_out)
     placement = generation.placement if covered is None else covered
     return tuple(sorted(rules.serves(placement, host)))

@@ -20,7 +20,7 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_jax.config import Config
 from skippipe_jax.connections.link_probe import MeasuredLink
 from skippipe_jax.profiling.stages import BACKWARD, FORWARD, measure_stage, shapes_of_stages
-from skippipe_jax.runtime.spread import NodeSharding
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.storage.files import atomic_write
 
 MEASURED = "measured.json"

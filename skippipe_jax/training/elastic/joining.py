@@ -29,10 +29,10 @@ from skippipe_jax.connections.link_probe import MeasuredLink
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.models.footprint import buddy_checkpoint_bytes
 from skippipe_jax.program.compiler import hosts_of_nodes
+from skippipe_jax.runtime.ahead_of_time import compile_ahead
 from skippipe_jax.runtime.compilation import enable_compilation_cache
-from skippipe_jax.runtime.compiled_ahead import compile_ahead
 from skippipe_jax.runtime.threads import give_collectives_threads
-from skippipe_jax.runtime.topology import spreads_of_host
+from skippipe_jax.runtime.topology import shardings_of_host
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training.elastic.extra_hosts import extend_case, host_by_node, with_stages
 from skippipe_jax.training.elastic.join_measurements import (
@@ -133,7 +133,7 @@ def _compile_and_measure(seeking: JoinSearch, place: Place) -> JoinMeasurements:
     host_of = hosts_of_nodes(len(plan.case.nodes), hosts, config.cluster.host_of_node)
     nodes = max(1, host_of.count(place.host))
     give_collectives_threads(config, nodes, plan.case, is_distributed=False)
-    own = spreads_of_host(config, plan.case, host_of, place.host)
+    own = shardings_of_host(config, plan.case, host_of, place.host)
     count = compile_ahead(config, place.stages, len(plan.stages), own, plan.case)
     programs = "1 program" if count == 1 else f"{count} programs"
     log.output(f"compiled {programs} in {time.monotonic() - since_s:.1f} s")

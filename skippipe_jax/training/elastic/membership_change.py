@@ -37,11 +37,11 @@ def elastic_rules(config: Config, setup: HostSetup) -> ConsensusRules:
     def placed(
         placement: Placement,
         left: frozenset[int],
-        apart: Collection[int],
+        diskless: Collection[int],
         left_out: Collection[int],
     ) -> Placement | None:
         kept = {node for node, host in enumerate(host_of) if host in left}
-        without_text = kept & lacking_text(placement, apart)
+        without_text = kept & lacking_text(placement, diskless)
         if len(kept) < len(placement) - len(left_out) or kept <= without_text:
             return None
         # Lost nodes keep their stages, to which they return.
@@ -51,9 +51,9 @@ def elastic_rules(config: Config, setup: HostSetup) -> ConsensusRules:
         lost = [[node for node in nodes if node not in kept] for nodes in placement]
         return tuple(tuple(sorted([*own, *gone])) for own, gone in zip(moved, lost, strict=True))
 
-    def lacking_text(placement: Placement, apart: Collection[int]) -> set[int]:
+    def lacking_text(placement: Placement, diskless: Collection[int]) -> set[int]:
         # Diskless hosts outside stage 0 may have no text.
-        lacking = {*apart}.difference(host_of[node] for node in placement[0])
+        lacking = {*diskless}.difference(host_of[node] for node in placement[0])
         return {node for node, host in enumerate(host_of) if host in lacking}
 
     def without_text(placement: Placement, hosts: Collection[int]) -> Placement:
@@ -61,8 +61,8 @@ def elastic_rules(config: Config, setup: HostSetup) -> ConsensusRules:
         kept = tuple(node for node in placement[0] if node not in barred)
         return with_stages(setup.plan, (kept, *placement[1:]), placement[0])
 
-    def safest(placement: Placement, hosts: frozenset[int], apart: Collection[int]) -> Placement:
-        without_text = lacking_text(placement, apart)
+    def safest(placement: Placement, hosts: frozenset[int], diskless: Collection[int]) -> Placement:
+        without_text = lacking_text(placement, diskless)
         return with_second_hosts(setup.plan.stages, placement, host_of, hosts, without_text)
 
     def fits(placement: Placement) -> bool:
@@ -82,7 +82,7 @@ def elastic_rules(config: Config, setup: HostSetup) -> ConsensusRules:
         rewinds=config.recovery.lost_stage != STOP,
         leaves_out=config.recovery.lost_stage == SKIP,
         remakes=rebuild_rule(config, len(setup.plan.stages)),
-        is_apart=is_joined(Path(config.run_dir)),
+        is_diskless=is_joined(Path(config.run_dir)),
     )
 
 

@@ -27,9 +27,9 @@ from skippipe_jax.connections.waiting import telling
 from skippipe_jax.consensus.generations import Abandoned, Generation, TextMissing, Tick
 from skippipe_jax.errors import CheckpointFailed, GenerationEnded, HostLeft, PeerTimeout
 from skippipe_jax.program.schedule import OWN
-from skippipe_jax.runtime.compiled_ahead import compile_ahead
+from skippipe_jax.runtime.ahead_of_time import compile_ahead
 from skippipe_jax.runtime.stage_rebuild import NO_RECOVERY_SOURCES, RecoverySources
-from skippipe_jax.runtime.topology import spreads_of_host
+from skippipe_jax.runtime.topology import shardings_of_host
 from skippipe_jax.runtime.transport import open_servers
 from skippipe_jax.storage.checkpoint import DATA, is_committed, step_folder
 from skippipe_jax.storage.files import retry
@@ -40,7 +40,6 @@ from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.metrics_log import MetricsTail
 from skippipe_jax.training.callbacks.recovery_log import RecoveryLog
-from skippipe_jax.training.dropped_stages import read_dropped_stages, saved_steps_of_lost_stages
 from skippipe_jax.training.elastic.coordinator import (
     JOINING,
     Cause,
@@ -68,6 +67,7 @@ from skippipe_jax.training.elastic.lost_stages import (
     single_host_warning,
 )
 from skippipe_jax.training.elastic.membership_change import elastic_rules, setup_for_group
+from skippipe_jax.training.left_out_stages import read_left_out_stages, saved_steps_of_lost_stages
 from skippipe_jax.training.replan.planner_process import PlannerWarmup, WarmPlanner
 from skippipe_jax.training.replan.replanner import Replanner, SharedPlans
 from skippipe_jax.training.report import SessionPlan, exchange_reports
@@ -242,7 +242,7 @@ class ElasticRunner:
         self._group = following
         if after == 0:
             own, step = self._membership.index, following.generation.step
-            joined = "joined" if own in following.generation.apart else "rejoined"
+            joined = "joined" if own in following.generation.diskless else "rejoined"
             where = self._membership.control_address
             log.output(f"host {own} {joined} at step {step}; it listens at {where}")
         return Entered(following.generation, self._close_session(following.generation))
@@ -339,7 +339,7 @@ class ElasticRunner:
                 retry(folder, truncate)
                 self._last_led = generation.number
                 self.metrics_tail.flush_to(folder)
-            copies = (*state.remains.copies, *read_dropped_stages(config, group))
+            copies = (*state.remains.copies, *read_left_out_stages(config, group))
             remains = RecoverySources(copies, agreed.squared_norms, agreed.optimizer_updates)
             session = Session(self._run, group, setup, replace(state, remains=remains))
         if group.index == 0:
@@ -486,5 +486,5 @@ def _compile_own_stages(config: Config, setup: HostSetup, here: int) -> None:
         return
     nodes = [node for node, host in enumerate(setup.host_of) if host == here]
     stages = {setup.plan.stage_of[node] for node in nodes}
-    own = spreads_of_host(config, setup.plan.case, setup.host_of, here)
+    own = shardings_of_host(config, setup.plan.case, setup.host_of, here)
     compile_ahead(config, stages, len(setup.plan.stages), own, setup.plan.case)

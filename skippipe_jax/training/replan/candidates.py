@@ -88,14 +88,14 @@ def pays_off(
 
 
 def keeps_data_hosts(
-    found: Plan, current: Plan, host_of: Sequence[int], apart: Collection[int]
+    found: Plan, current: Plan, host_of: Sequence[int], diskless: Collection[int]
 ) -> bool:
-    """Return whether no diskless host (`apart`) gets its first data node by a plan.
+    """Return whether no diskless host (`diskless`) gets its first data node by a plan.
 
     Such hosts may lack the text that data nodes read. `host_of` is the host of each node.
     """
     reading = {host_of[node] for node in current.stages[0]}
-    return {host_of[node] for node in found.stages[0]}.isdisjoint({*apart} - reading)
+    return {host_of[node] for node in found.stages[0]}.isdisjoint({*diskless} - reading)
 
 
 def migration_seconds(

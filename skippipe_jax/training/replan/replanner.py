@@ -146,8 +146,8 @@ class Replanner(Callback):
     def _on_search_end(self, plans: Sequence[Plan]) -> None:
         """Propose the fastest usable plan if it pays off; called during a step."""
         config, current, host_of = self._config, self._current, self._host_of
-        generation, apart = self._group.generation, self._group.generation.apart
-        suitable = [own for own in plans if keeps_data_hosts(own, current, host_of, apart)]
+        generation, diskless = self._group.generation, self._group.generation.diskless
+        suitable = [own for own in plans if keeps_data_hosts(own, current, host_of, diskless)]
         found = min(suitable, key=lambda plan: plan.predicted.iteration_s, default=None)
         if found is None:
             return

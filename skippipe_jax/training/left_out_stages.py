@@ -1,6 +1,6 @@
-"""Dropped stages: how checkpoints store them, and how they are restored.
+"""Left-out stages, which no host serves: how checkpoints store them, and how they are restored.
 
-A checkpoint always holds all stages. For a dropped stage the leader copies the state of the last
+A checkpoint always holds all stages. For a left-out stage the leader copies the state of the last
 checkpoint and records its step (`stale_stages`). A host that serves the stage again loads that
 state. The update count of the optimizer is set to that of the run, so that all stages use one
 learning rate.
@@ -18,20 +18,20 @@ from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import SKIP
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.runtime.copied import Copy, packed
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.stage_rebuild import with_count
 from skippipe_jax.runtime.state import StateTree, shapes_of_state
+from skippipe_jax.runtime.state_copy import Copy, packed
 from skippipe_jax.runtime.state_transfer import beside
 from skippipe_jax.storage.checkpoint import Checkpoint, open_checkpoint
 from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.storage.loading import load_stage_numpy, stage_step
 
 
-def dropped_stage_states(
+def states_of_left_out_stages(
     config: Config, stages: int, left_out: Collection[int], updates: int
 ) -> tuple[dict[int, dict[str, Any]], dict[int, int]]:
-    """Return the states of dropped stages for the next checkpoint, and the step of each state.
+    """Return the states of left-out stages for the next checkpoint, and the step of each state.
 
     `updates` is the number of updates that the optimizer has made.
     """
@@ -45,8 +45,8 @@ def dropped_stage_states(
     return kept, {stage: stage_step(checkpoint, cut, stage) for stage in left_out}
 
 
-def read_dropped_stages(config: Config, group: Group) -> tuple[Copy, ...]:
-    """Read from checkpoints the dropped stages that this host provides to their new hosts.
+def read_left_out_stages(config: Config, group: Group) -> tuple[Copy, ...]:
+    """Read from checkpoints the left-out stages that this host provides to their new hosts.
 
     Raises:
         InputError: if a checkpoint cannot be read.

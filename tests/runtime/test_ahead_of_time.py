@@ -18,9 +18,9 @@ from skippipe_jax.config import (
     load_config,
 )
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.runtime.compiled_ahead import compile_ahead
+from skippipe_jax.runtime.ahead_of_time import compile_ahead
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.runtime.runtime import Runtime
-from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.training.metrics import CompilationCounter
 from skippipe_jax.training.trainer import Trainer
 from tests.harness.one_host import open_alone

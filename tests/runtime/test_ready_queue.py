@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 
-from skippipe_jax.runtime.turns import ReadyQueue
+from skippipe_jax.runtime.ready_queue import ReadyQueue
 from tests.program.test_compiler import placements
 
 PROPERTIES = settings(max_examples=80)
@@ -30,16 +30,16 @@ def run(plan: Plan, nodes: list[ReadyQueue], pick: random.Random) -> list[list[O
     underway = [chain[0] for chain in chains]
     running: dict[int, Operation] = {}
     ran: list[list[Operation]] = [[] for _ in nodes]
-    while any(turns.left for turns in nodes) or running:
-        for node, turns in enumerate(nodes):
-            operation = turns.take() if node not in running else None
+    while any(queue.left for queue in nodes) or running:
+        for node, queue in enumerate(nodes):
+            operation = queue.take() if node not in running else None
             if operation is not None:
                 running[node] = operation
                 ran[node].append(operation)
                 in_flight = sum({"F": 1, "L": 0, "B": -1}[ran.kind] for ran in ran[node])
                 assert in_flight <= plan.case.nodes[node].memory
         happening = [*underway, *running.values()]
-        assert happening, f"locked, with {[turns.left for turns in nodes]} left"
+        assert happening, f"locked, with {[queue.left for queue in nodes]} left"
         event = pick.choice(happening)
         if event in underway:
             underway.remove(event)
@@ -72,24 +72,24 @@ def backward(microbatch: int) -> Operation:
 
 
 def test_the_earliest_that_is_there_goes_first():
-    turns = ReadyQueue([forward(0), forward(1), forward(2)], memory=3, ready_first=True)
-    turns.arrive(forward(2))
-    turns.arrive(forward(1))
-    assert turns.take() == forward(1)
-    turns.arrive(forward(0))
-    assert turns.take() == forward(0)
-    assert turns.take() == forward(2)
-    assert turns.take() is None
+    queue = ReadyQueue([forward(0), forward(1), forward(2)], memory=3, ready_first=True)
+    queue.arrive(forward(2))
+    queue.arrive(forward(1))
+    assert queue.take() == forward(1)
+    queue.arrive(forward(0))
+    assert queue.take() == forward(0)
+    assert queue.take() == forward(2)
+    assert queue.take() is None
 
 
 def test_a_forward_leaves_room_for_those_it_passes():
     order = [forward(0), forward(1), backward(0), forward(2), backward(1), backward(2)]
-    turns = ReadyQueue(order, memory=2, ready_first=True)
-    turns.arrive(forward(2))
+    queue = ReadyQueue(order, memory=2, ready_first=True)
+    queue.arrive(forward(2))
     # Beside it, microbatches 0 and 1 are in flight together in the plan's order.
-    assert turns.take() is None
-    turns.arrive(forward(1))
-    assert turns.take() == forward(1)
-    turns.arrive(backward(1))
-    assert turns.take() == backward(1)
-    assert turns.take() == forward(2)
+    assert queue.take() is None
+    queue.arrive(forward(1))
+    assert queue.take() == forward(1)
+    queue.arrive(backward(1))
+    assert queue.take() == backward(1)
+    assert queue.take() == forward(2)

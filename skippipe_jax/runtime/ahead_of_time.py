@@ -23,11 +23,11 @@ from skippipe_jax.config import Config
 from skippipe_jax.models.node_memory import gathers_once
 from skippipe_jax.optim.outer import begin, fragments_of
 from skippipe_jax.program.compiler import Compute, Program
+from skippipe_jax.runtime.node_sharding import NodeSharding
 from skippipe_jax.runtime.operations import TrainingOperations, add_targets
 from skippipe_jax.runtime.outer_steps import inner_steps, share_of_norm
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.ring import Gathering, RingPart
-from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import (
     TOTALS,
     activation,
@@ -35,7 +35,7 @@ from skippipe_jax.runtime.stage_functions import (
     wire_of_run,
 )
 from skippipe_jax.runtime.state import StageState
-from skippipe_jax.runtime.totals import add_up, apart
+from skippipe_jax.runtime.totals import add_up, split_sums
 
 
 class AheadOfTimeCompiler:
@@ -251,7 +251,7 @@ def compile_session(
     replicas, topology, averaging = operations.replicas, operations.topology, config.averaging
     ahead, compiled = AheadOfTimeCompiler(), set()
     for replica, state in replicas.states.items():
-        stage, here = topology.stage_of[replica], topology.spread(replica)
+        stage, here = topology.stage_of[replica], topology.sharding(replica)
         nodes = [node for node in topology.nodes if topology.replica_of[node] == replica]
         kinds, count = _kinds_of(nodes, programs), len(topology.replicas[stage])
         alike = state.functions, here, kinds, state.gathers, count
@@ -277,7 +277,7 @@ def _sum_zeros(replicas: Replicas, replica: int, dtype: Any) -> None:
     ring = topology.rings.get(topology.stage_of[replica])
     if ring is None:
         return
-    dtype, here = jnp.dtype(dtype or np.float32), topology.spread(replica)
+    dtype, here = jnp.dtype(dtype or np.float32), topology.sharding(replica)
     part = RingPart(ring, replica, replicas.to_sum(replica), dtype, here)
     for _ in itertools.islice(part.begin(), ring.shards):
         pass
@@ -291,7 +291,7 @@ def _sum_zeros(replicas: Replicas, replica: int, dtype: Any) -> None:
 def _gather_zeros(config: Config, replicas: Replicas, replica: int) -> None:
     """Gather messages about each fragment of a replica, with zeros from the others."""
     topology, parameters = replicas.topology, replicas.states[replica].parameters
-    stage, here = topology.stage_of[replica], topology.spread(replica)
+    stage, here = topology.stage_of[replica], topology.sharding(replica)
     layers = config.model.stage_partition(len(topology.replicas))[stage]
     if stage not in topology.gatherings:
         return
@@ -315,7 +315,7 @@ def _add_up_zeros(
     local = add_up(topology, parts, False, {}, replicas.squared_norms_of_blocks())
     if are_numbers:
         local = jax.device_put(np.asarray(local))
-    apart(local, len(topology.devices))
+    split_sums(local, len(topology.devices))
 
 
 def _zeros(shape: jax.ShapeDtypeStruct, here: NodeSharding) -> jax.Array:

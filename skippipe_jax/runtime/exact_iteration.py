@@ -18,7 +18,7 @@ from skippipe_jax.program.compiler import Compute
 from skippipe_jax.runtime.buddies import BuddyCheckpoints
 from skippipe_jax.runtime.iteration import TrainingIteration
 from skippipe_jax.runtime.ring import RingPart
-from skippipe_jax.runtime.totals import Outcome, Sums, add_up, apart, sum_by_collective
+from skippipe_jax.runtime.totals import Outcome, Sums, add_up, split_sums, sum_by_collective
 
 
 @dataclass(kw_only=True, eq=False)
@@ -74,7 +74,7 @@ class ExactIteration(TrainingIteration):
             return
         self.begun.add(replica)
         dtype = jnp.dtype(self.averaging_dtype or np.float32)
-        here = self.topology.spread(replica)
+        here = self.topology.sharding(replica)
         # No variable holds the gradients, which the blocks of the part replace.
         part = RingPart(ring, replica, self.replicas.to_sum(replica), dtype, here)
         self.parts[replica] = part
@@ -160,7 +160,7 @@ class ExactIteration(TrainingIteration):
         )
 
     def _finish(self, summed: jax.Array) -> None:
-        sums = apart(summed, len(self.topology.devices))
+        sums = split_sums(summed, len(self.topology.devices))
         if not self.loop.waits:
             # The times of operations were not measured.
             sums = Sums(sums.totals)
@@ -176,12 +176,11 @@ class ExactIteration(TrainingIteration):
         if copies := [*self.buddies.waits()]:
             yield from ((what, since_s) for what in copies)
         elif self.waits_for_totals:
-            others = [str(host) for host in self.topology.hosts if host != self.topology.host]
-            yield f"the global sums from host {', '.join(others)}", since_s
+            yield f"the global sums from {self.topology.others_text()}", since_s
         elif self.is_done or self.parts:
             for part in self.parts.values():
                 source = part.ring.nodes[part.position - 1]
-                sender = f"node {source} on host {self.topology.host_of[source]}"
+                sender = self.topology.node_text(source)
                 what = f"a chunk of the gradient average of stage {part.ring.stage} from {sender}"
                 yield what, since_s
             if self.unsummed and not self.parts:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from docs import rooms
+from docs import subpackages
+from docs.subpackages import Subpackage
 from tests.measures import (
     MAX_LINES_OF_FUNCTION,
     MAX_PARAMETERS,
@@ -33,7 +34,7 @@ WIDE_SIGNATURES = {
 }
 
 
-def test_a_room_imports_only_from_lower_floors():
+def test_a_sub_package_imports_only_from_lower_layers():
     """Nor do the planner, the configuration and programs import JAX."""
     checked = subprocess.run(
         [sys.executable, Path(sys.executable).with_name("lint-imports"), "--no-cache"],
@@ -71,14 +72,14 @@ def test_no_signature_has_too_many_parameters():
 
 
 def test_imports_that_are_left_out_are_led_to_by_others():
-    imports = rooms.imports_of(rooms.floors_of_contracts())
-    shown: dict[rooms.Room, set[rooms.Room]] = {room: set() for room in imports}
-    for room, other in rooms.shown_imports(imports):
-        shown[room].add(other)
+    imports = subpackages.imports_of(subpackages.layers_of_contracts())
+    shown: dict[Subpackage, set[Subpackage]] = {own: set() for own in imports}
+    for own, other in subpackages.shown_imports(imports):
+        shown[own].add(other)
 
-    def reached(room: rooms.Room, by: dict[rooms.Room, set[rooms.Room]]) -> set[rooms.Room]:
-        return by[room].union(*(reached(other, by) for other in by[room]))
+    def reached(own: Subpackage, by: dict[Subpackage, set[Subpackage]]) -> set[Subpackage]:
+        return by[own].union(*(reached(other, by) for other in by[own]))
 
     assert sum(map(len, shown.values())) < sum(map(len, imports.values()))
-    for room in imports:
-        assert reached(room, shown) == reached(room, imports)
+    for own in imports:
+        assert reached(own, shown) == reached(own, imports)
