@@ -23,7 +23,7 @@ from skippipe_sched.problem.case import OPTIONAL, REQUIRED
 from skippipe_sched.problem.open_case import candidates
 from skippipe_sched.serving import case as serving
 
-from docs import reference, subpackages
+from docs import reference, subpackages, tooltips
 from docs.follow import (
     DOCS,
     ROOT,
@@ -364,6 +364,26 @@ def test_links_lead_somewhere(page: str):
             assert (ROOT / page).parent.joinpath(parts.path).is_file(), link
 
 
+def test_the_first_mention_of_a_term_on_a_page_shows_its_meaning():
+    page = (
+        "<h2>A host</h2><p>On <code>node</code> and host &amp; "
+        "<a href='x'>nodes</a>: Nodes, hosts.</p>"
+    )
+    told = {"host": 'a "process"', "node": "a device", "data node": "of the data stage"}
+    assert tooltips.marked(page, told) == (
+        "<h2>A host</h2><p>On <code>node</code> and "
+        '<abbr title="a &quot;process&quot;">host</abbr> &amp; '
+        "<a href='x'>nodes</a>: <abbr title=\"a device\">Nodes</abbr>, hosts.</p>"
+    )
+
+
+def test_every_term_of_the_glossary_is_used_on_another_page():
+    pages = [page for page in DOCS.glob("*.md") if page != tooltips.GLOSSARY]
+    text = " ".join(" ".join(page.read_text(encoding="utf-8").lower().split()) for page in pages)
+    assert [term for term in tooltips.meanings() if term not in text] == []
+    assert set(tooltips.meanings()) > tooltips.AMBIGUOUS
+
+
 @pytest.mark.nightly
 def test_the_site_is_built_without_a_warning(tmp_path: Path):
     done = subprocess.run(
@@ -377,6 +397,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "site" / "configuration" / "index.html").read_text()
     assert "skip_above_norm" in page
+    assert "<abbr title=" in page
     assert (tmp_path / "site" / "experiments" / "launch" / "slurm.sbatch").is_file()
     for html in (tmp_path / "site").rglob("*.html"):
         # Nothing is fetched from elsewhere by who reads it.
