@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             address = str(error.value) if known else arguments.address[0]
             return hold_stages(address, arguments.set)
         config, host = joined
-        host.last_words = lambda: "Join again if the run continues."
+        host.resume_hint = lambda: "Join again if the run continues."
         result = Trainer(config, host=host, resume=True, config_folder=Path(config.run_dir)).run()
     log.output(result_message(Path(config.run_dir), host.leader_named, result))
     # Threads may still wait for messages from failed hosts, and an ordinary exit would end them

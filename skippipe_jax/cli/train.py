@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         # Check this before waiting for other hosts.
         RunDir(config.run_dir).require_new()
     with connect_from_args(arguments, config) as host:
-        host.last_words = lambda: resume_hint(config)
+        host.resume_hint = lambda: resume_hint(config)
         trainer = Trainer(
             config, host=host, resume=arguments.resume, config_folder=arguments.config.parent
         )

@@ -93,16 +93,16 @@ def exit_decision(error: BaseException, *, is_training: bool, joined: bool) -> E
 async def log_and_exit(
     verdict: ExitReason,
     name: str,
-    last_words: Callable[[], str],
+    resume_hint: Callable[[], str],
     drained: Callable[[float], Awaitable[None]] | None,
 ) -> NoReturn:
     """Log why the host of this name ends, and end it whatever its main thread is doing.
 
-    `last_words` returns what to resume from and may take some time. `drained` waits at most the
+    `resume_hint` returns what to resume from and may take some time. `drained` waits at most the
     given seconds until messages to other hosts are sent; None without other hosts.
     """
     reason, code = verdict
-    words = await asyncio.to_thread(resume_hint_in_time, last_words, code)
+    words = await asyncio.to_thread(resume_hint_in_time, resume_hint, code)
     ending = f"{name} exits with code {code}."
     try:
         log.error("\n".join([f"{reason.removesuffix('.')}.", f"{ending} {words}".strip()]))
@@ -112,19 +112,19 @@ async def log_and_exit(
         exit_at_once(code)
 
 
-def exit_on_error(error: BaseException, name: str, last_words: Callable[[], str]) -> NoReturn:
+def exit_on_error(error: BaseException, name: str, resume_hint: Callable[[], str]) -> NoReturn:
     """End the host of this name after an error of its own; log a traceback if unexpected."""
     code, _, sentence = exit_decision(error, is_training=True, joined=False)
     log.error(sentence or "".join(traceback.format_exception(error)).rstrip())
-    log.final_error(f"{name} exits with code {code}. {resume_hint_in_time(last_words, 1)}".strip())
+    log.final_error(f"{name} exits with code {code}. {resume_hint_in_time(resume_hint, 1)}".strip())
     exit_at_once(code)
 
 
-def resume_hint_in_time(last_words: Callable[[], str], code: int) -> str:
-    """Return `last_words()`, or a note if it fails or takes too long; empty after wrong input."""
+def resume_hint_in_time(resume_hint: Callable[[], str], code: int) -> str:
+    """Return `resume_hint()`, or a note if it fails or takes too long; empty after wrong input."""
     if code == INPUT_ERROR_EXIT_CODE:
         return ""  # A restart would end in the same way.
-    finding = DaemonThreads().submit(last_words)
+    finding = DaemonThreads().submit(resume_hint)
     try:
         return finding.result(LINGER_S)
     except Exception as error:  # The reason for the end matters more than the last words.

@@ -71,13 +71,13 @@ def connect(
         TemporaryError: for an address that does not answer, a port that is taken, and hosts that do
             not connect within ``cluster.connect_timeout_s``.
     """
-    cluster, spare = config.cluster, config.join.places
-    beside = spare if is_joiner else 0
+    cluster, extra_hosts = config.cluster, config.join.places
+    beside = extra_hosts if is_joiner else 0
     position = find_position(cluster, coordinator, num_hosts, host_id, detect, beside)
     if position is not None:
         run = run or RunIdentity(identity(config), settings(config))
-        spare = cluster.with_ports(position.count, spare)
-        position = replace(position, run=run, keys=Keys.of(cluster), spare=spare)
+        extra_hosts = cluster.with_ports(position.count, extra_hosts)
+        position = replace(position, run=run, keys=Keys.of(cluster), extra_hosts=extra_hosts)
     runtime = chosen_runtime(cluster, detect)
     membership = _join(cluster, position, runtime, last_addresses, is_joiner)
     try:
@@ -131,7 +131,7 @@ def _abandon(membership: Membership, error: BaseException, is_joiner: bool = Fal
         return
     membership.explain(error)
     decision = exit_decision(error, is_training=membership.is_training, joined=is_joiner)
-    words = resume_hint_in_time(membership.last_words, decision.code)
+    words = resume_hint_in_time(membership.resume_hint, decision.code)
     if decision.sentence:
         log.error(f"{decision.sentence} {words}".strip())
     else:

@@ -262,7 +262,7 @@ class Membership(Group):
         config: the timeouts and ports.
         mesh: connections to the other hosts; None for a single host.
         is_outside: True if the run continues without this host, which it has lost.
-        last_words: function that returns the end of the final message when another host is lost,
+        resume_hint: function that returns the end of the final message when another host is lost,
             such as the checkpoint to resume from. Set it to your own; it has two seconds.
         join_server: server for joining hosts and observers.
         inbox: values from other hosts, and the generations of an elastic run.
@@ -276,7 +276,7 @@ class Membership(Group):
         self.process = secrets.randbits(NUMBER_BITS)
         self.is_training = False
         self.is_outside = False
-        self.last_words: Callable[[], str] = str
+        self.resume_hint: Callable[[], str] = str
         self.join_server = JoinServer(self._status)
         self.inbox = Inbox()
         self.mesh: Mesh | None = None
@@ -546,7 +546,7 @@ class Membership(Group):
                 await self._end(self._verdict.result())
         except Exception as error:
             # Without the watch this host would hang when the next host is lost.
-            exit_on_error(error, self.name, self.last_words)
+            exit_on_error(error, self.name, self.resume_hint)
         finally:
             mesh.close()  # New connections would go unanswered while the loop ends.
 
@@ -564,7 +564,7 @@ class Membership(Group):
                 self.name,
                 "",
                 position.run,
-                spare=position.spare,
+                extra_hosts=position.extra_hosts,
             ),
             self.config,
             received=self._received,
@@ -671,11 +671,11 @@ class Membership(Group):
 
     async def _end(self, verdict: ExitReason) -> NoReturn:
         mesh = self._mesh if self.count > 1 else None
-        await log_and_exit(verdict, self.name, self.last_words, mesh and mesh.drained)
+        await log_and_exit(verdict, self.name, self.resume_hint, mesh and mesh.drained)
 
     def _end_by_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the process upon an unexpected error, after which no host would be watched."""
         error = context.get("exception")
         if error is None or isinstance(error, OSError):
             return log.info(f"{context['message']}: {error!r}")
-        exit_on_error(error, self.name, self.last_words)
+        exit_on_error(error, self.name, self.resume_hint)

@@ -27,7 +27,7 @@ class HostPosition:
         default_factory=RunIdentity
     )  # identity of the run, the same on all hosts
     keys: Keys = LOOPBACK_ONLY  # keys with which hosts authenticate each other
-    spare: int = 0  # number of extra hosts that may join
+    extra_hosts: int = 0  # number of extra hosts that may join
 
 
 def find_position(
@@ -36,7 +36,7 @@ def find_position(
     hosts: int | None,
     host_id: int | None,
     distributed: bool,
-    spare: int = 0,
+    extra_hosts: int = 0,
 ) -> HostPosition | None:
     """Find this host's position from the arguments or the environment; None for a single host.
 
@@ -44,7 +44,7 @@ def find_position(
         InputError: for arguments that contradict each other, or a cluster that JAX cannot detect.
     """
     if (coordinator, hosts, host_id) != (None, None, None):
-        return _position_from_arguments(coordinator, hosts, host_id, spare)
+        return _position_from_arguments(coordinator, hosts, host_id, extra_hosts)
     if distributed or _is_launched_with_others():
         address, count, index = jax_runtime.detect(config)
         return HostPosition(index, count, parse_address("detected --coordinator", address))
@@ -76,7 +76,7 @@ def require_same_runtime(host: Host, config: ClusterConfig, runtime: str) -> Non
 
 
 def _position_from_arguments(
-    coordinator: str | None, hosts: int | None, host_id: int | None, spare: int
+    coordinator: str | None, hosts: int | None, host_id: int | None, extra_hosts: int
 ) -> HostPosition:
     together = "Give --coordinator HOST:PORT, --hosts N and --host-id I together, or none of them"
     if coordinator is None:
@@ -87,7 +87,7 @@ def _position_from_arguments(
         raise InputError("--host-id", None, "is required with --coordinator", together)
     if hosts < 1:
         raise InputError("--hosts", hosts, "must be at least 1", "Give the number of hosts")
-    if not 0 <= host_id < hosts + spare:
+    if not 0 <= host_id < hosts + extra_hosts:
         remedy = f"Give each host its own id from 0 to {hosts - 1}"
         raise InputError("--host-id", host_id, f"is out of range for {hosts} hosts", remedy)
     return HostPosition(host_id, hosts, parse_address("--coordinator", coordinator))

@@ -90,12 +90,12 @@ class ClusterConfig(Section, name="cluster"):
             return self.transfer_port + host * hosts + other
         return self.transfer_port + highest**2 + (other if highest == host else highest + 1 + host)
 
-    def with_ports(self, hosts: int, spare: int) -> int:
-        """Return how many of `spare` extra hosts have ports, in addition to the initial hosts."""
+    def with_ports(self, hosts: int, extra_hosts: int) -> int:
+        """Return how many of `extra_hosts` have ports, in addition to the initial hosts."""
         if self.transfer_port is None:
-            return spare
+            return extra_hosts
         most = math.isqrt(LAST_PORT + 1 - self.transfer_port)
-        return max(0, min(spare, most - hosts))
+        return max(0, min(extra_hosts, most - hosts))
 
 
 def require_specific_address(address: str, field: str) -> None:

@@ -47,8 +47,10 @@ class Directory:
     @property
     def unused_ids(self) -> list[int]:
         """Ids of extra hosts that have never been taken."""
-        spare = range(self.hello.hosts, self.hello.places)
-        return [host for host in spare if host != self.hello.host and host not in self.addresses]
+        extra_hosts = range(self.hello.hosts, self.hello.places)
+        return [
+            host for host in extra_hosts if host != self.hello.host and host not in self.addresses
+        ]
 
     def begin(self) -> None:
         """Begin the run on host 0, once all hosts have connected."""

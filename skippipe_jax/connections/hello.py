@@ -112,7 +112,7 @@ class Hello:
         run: run that it belongs to.
         start: process number of host 0, which identifies a start of the run; 0 before it begins.
         comes_back: True if the sender rejoins a run that has begun.
-        spare: maximum number of extra hosts.
+        extra_hosts: maximum number of extra hosts.
         met: process number that the called host had at their last connection, if any.
         received: number of the last message received from that process.
     """
@@ -125,14 +125,14 @@ class Hello:
     run: RunIdentity
     start: ProcessNumber = 0
     comes_back: bool = False
-    spare: HostCount = 0
+    extra_hosts: HostCount = 0
     met: ProcessNumber | None = None
     received: MessageNumber = 0
 
     @property
     def places(self) -> int:
         """Maximum number of hosts, extra hosts included."""
-        return self.hosts + self.spare
+        return self.hosts + self.extra_hosts
 
     def to_json(self) -> dict[str, Any]:
         """Return the first line of a connection."""
@@ -174,9 +174,9 @@ class Hello:
         if other.hosts != self.hosts:
             problem = f"host {self.host} was started with --hosts {self.hosts}"
             return InputError("--hosts", other.hosts, problem, "Give all hosts the same number")
-        if other.spare != self.spare:
-            problem = f"host {other.host} has this, and host {self.host} has {self.spare}"
-            return InputError("join.places", other.spare, problem, _OTHER_SETTINGS)
+        if other.extra_hosts != self.extra_hosts:
+            problem = f"host {other.host} has this, and host {self.host} has {self.extra_hosts}"
+            return InputError("join.places", other.extra_hosts, problem, _OTHER_SETTINGS)
         return None
 
 

@@ -86,7 +86,7 @@ class JoinOffer(msgspec.Struct, frozen=True):
         places: free places.
         files: files that a joiner needs.
         text: fingerprint of the training text, if the sender has it.
-        spare: maximum number of extra hosts.
+        extra_hosts: maximum number of extra hosts.
         members: hosts that train now.
         placement: nodes of each stage, numbered as in the run's original plan.
     """
@@ -97,7 +97,7 @@ class JoinOffer(msgspec.Struct, frozen=True):
     places: tuple[Place, ...]
     files: Annotated[tuple[File, ...], Meta(max_length=MOST_FILES)]
     text: ShortText | None
-    spare: HostCount = 0
+    extra_hosts: HostCount = 0
     members: tuple[HostNumber, ...] = ()
     placement: tuple[Nodes, ...] = ()
 
@@ -111,7 +111,7 @@ class JoinOffer(msgspec.Struct, frozen=True):
         offer = msgspec.convert(raw, cls, str_keys=True)
         places = (place.host for place in offer.places)
         require_below(
-            offer.hosts + offer.spare, offer.host, *offer.addresses, *places, *offer.members
+            offer.hosts + offer.extra_hosts, offer.host, *offer.addresses, *places, *offer.members
         )
         for address in offer.addresses.values():
             require_numeric(address)

@@ -41,7 +41,7 @@ class TlsCodec:
         is_server = context.protocol == ssl.PROTOCOL_TLS_SERVER
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
 
-    def shake(self, data: bytes) -> bool:
+    def handshake(self, data: bytes) -> bool:
         """Continue the handshake with bytes from the peer; return True once it is complete.
 
         Send the peer the bytes of `waiting` afterwards, also if this raises.
@@ -55,11 +55,11 @@ class TlsCodec:
             return True
         return False
 
-    def waiting(self) -> bytes:
+    def outgoing(self) -> bytes:
         """Return the bytes that are ready to be sent to the peer."""
         return self._outgoing.read()
 
-    def opened(self, data: bytes) -> bytes:
+    def decrypted(self, data: bytes) -> bytes:
         """Decrypt bytes from the peer; return nothing while a TLS record is incomplete.
 
         Raises:
@@ -72,12 +72,12 @@ class TlsCodec:
                 plaintext += part
         return bytes(plaintext)
 
-    def sealed(self, data: bytes) -> bytes:
+    def encrypted(self, data: bytes) -> bytes:
         """Encrypt bytes for the peer."""
         rest = memoryview(data)
         while rest:
             rest = rest[self._tls.write(rest) :]
-        return self.waiting()
+        return self.outgoing()
 
 
 MESSAGE_CHARACTERS = 1 << 20
@@ -113,7 +113,7 @@ HELLO_S = 10.0
 
 
 class Link:
-    """One end of a connection, in clear until `seal` is called.
+    """One end of a connection, in clear until `start_tls` is called.
 
     Attributes:
         ending: why the connection ended, once it has.
@@ -125,9 +125,9 @@ class Link:
         self.writer = writer
         self.ending = "its connection closed unexpectedly"
         self._unread = bytearray()  # Received and decrypted, not read yet.
-        self._seal: TlsCodec | None = None
+        self._codec: TlsCodec | None = None
 
-    async def seal(self, context: ssl.SSLContext) -> None:
+    async def start_tls(self, context: ssl.SSLContext) -> None:
         """Switch to TLS by a handshake; nothing may have been sent in clear before.
 
         Raises:
@@ -135,21 +135,21 @@ class Link:
             ssl.SSLError: if the handshake fails, such as for a wrong certificate.
             ConnectionError: if the peer closes the connection.
         """
-        seal, is_through = TlsCodec(context), False
+        codec, is_through = TlsCodec(context), False
         if context.protocol == ssl.PROTOCOL_TLS_CLIENT:
-            seal.shake(b"")
-            self.writer.write(seal.waiting())
+            codec.handshake(b"")
+            self.writer.write(codec.outgoing())
         if await self.first_byte() not in (HANDSHAKE, ALERT[:1], b""):
             raise TlsMismatch
         while not is_through:
             if not await self._wait_for_bytes():
                 raise ConnectionResetError("it closed the connection during the TLS handshake")
             try:
-                is_through = seal.shake(self._take(len(self._unread)))
+                is_through = codec.handshake(self._take(len(self._unread)))
             finally:
-                self.writer.write(seal.waiting())
-        self._unread += seal.opened(b"")
-        self._seal = seal
+                self.writer.write(codec.outgoing())
+        self._unread += codec.decrypted(b"")
+        self._codec = codec
 
     async def first_byte(self) -> bytes:
         """Return the next byte without consuming it; nothing if the connection ends."""
@@ -162,8 +162,8 @@ class Link:
         return self._take(len(self._unread))
 
     def write(self, data: bytes) -> None:
-        """Send bytes without waiting, encrypted if the link is sealed."""
-        self.writer.write(data if self._seal is None else self._seal.sealed(data))
+        """Send bytes without waiting, encrypted if the link has TLS."""
+        self.writer.write(data if self._codec is None else self._codec.encrypted(data))
 
     def send(self, *message: Any) -> None:
         """Send a message without waiting; do nothing if the connection is closing."""
@@ -269,7 +269,7 @@ class Link:
                     await self.receive(most=0)  # Closing with unread data could reset the answer.
                     raise TlsMismatch
                 if context is not None:
-                    await self.seal(context)
+                    await self.start_tls(context)
                 return await self.receive(most=0)
         except ssl.SSLError:
             raise
@@ -309,7 +309,7 @@ class Link:
             data = await self.reader.read(LINE_BYTES)
             if not data:
                 return False
-            self._unread += data if self._seal is None else self._seal.opened(data)
+            self._unread += data if self._codec is None else self._codec.decrypted(data)
         return True
 
     def _take(self, size: int) -> bytes:
@@ -340,16 +340,16 @@ async def open_link(
         link = Link(*await asyncio.open_connection(*address, limit=LINE_BYTES))
         if keys.calling is None:
             return link
-        is_sealed = False
+        has_tls = False
         try:
-            await link.seal(keys.calling)
-            is_sealed = True
+            await link.start_tls(keys.calling)
+            has_tls = True
         except ssl.SSLCertVerificationError as error:
             raise keys.differs(address) from error
         except TlsMismatch as error:
             raise keys.is_one_sided(address) from error
         finally:
-            if not is_sealed:
+            if not has_tls:
                 link.writer.close()
         return link
 

@@ -391,7 +391,7 @@ class ConsensusRules:
     """Parameters and functions of the run that are the same on all hosts, but for `is_diskless`.
 
     Attributes:
-        host_of: host of each node, including those of spare places.
+        host_of: host of each node, including those of extra places.
         stages: number of stages.
         placed: (placement, hosts, diskless, left_out) -> another placement, by which these hosts
             serve all stages but `left_out`, or None; those that are `diskless` do not newly serve

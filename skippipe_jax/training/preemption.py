@@ -93,6 +93,6 @@ class Preemption:
         log.error(
             f"host {self._membership.index}: graceful leave exceeded cluster.grace_s = "
             f"{self._grace_s:g} s; exiting, the others will see a failure. "
-            f"{resume_hint_in_time(self._membership.last_words, LOST_HOST_EXIT_CODE)}"
+            f"{resume_hint_in_time(self._membership.resume_hint, LOST_HOST_EXIT_CODE)}"
         )
         exit_at_once(LOST_HOST_EXIT_CODE)

@@ -96,14 +96,14 @@ class ControlSimulation(Simulation):
     live: dict[int, Host]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
-        self, hosts: int, seed: int, *, keeps_enough: bool, spare: int = 0, **options: Any
+        self, hosts: int, seed: int, *, keeps_enough: bool, extra_hosts: int = 0, **options: Any
     ):
         """Start no host yet; with `keeps_enough` so many live on that they can decide.
 
         Other options are those of `Simulation`.
         """
-        super().__init__(hosts, spare=spare, **options)
-        self.keeps_enough, self.spare = keeps_enough, spare
+        super().__init__(hosts, extra_hosts=extra_hosts, **options)
+        self.keeps_enough, self.extra_hosts = keeps_enough, extra_hosts
         self.own_hosts = self.rules.hosts[:hosts]
         self.first_stages = {host: own.stages for host, own in self.live.items()}
         self.live.clear()
@@ -164,7 +164,9 @@ class ControlSimulation(Simulation):
         attended = own.attended
         is_first = host in self.own_hosts and self.processes[host] == 0
         self.processes[host] += 1
-        position = HostPosition(host, len(self.own_hosts), COORDINATOR, spare=self.spare)
+        position = HostPosition(
+            host, len(self.own_hosts), COORDINATOR, extra_hosts=self.extra_hosts
+        )
         known = [] if is_first else [own for at, own in self.addresses.items() if at != host]
         begun: Future[None] = Future()
         own.process.start(attended._attend(position, None, known, begun))
@@ -382,7 +384,7 @@ class ControlSimulation(Simulation):
                 self.crash(one)  # Who waits to be taken in, and is told to leave, ends at once.
             case "leave":
                 self.tell(one, Told())
-            case "join" if self.spare:
+            case "join" if self.extra_hosts:
                 new = random.choice(hosts[len(self.own_hosts) :])
                 self.start(new, is_diskless=random.random() < 0.5)
             case "wish" if one in self.live:
@@ -537,7 +539,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, seed: int, faults: int) -> Control
     if policy in (STOP, REWIND):
         hosts = chance.randint(3, 5)
         options |= {"rewinds": policy == REWIND, "moves_to_safety": hosts > 3}
-        options["spare"] = chance.choice([0, 0, 1, 2])
+        options["extra_hosts"] = chance.choice([0, 0, 1, 2])
     else:
         hosts = 7
         options |= options_of(policy)

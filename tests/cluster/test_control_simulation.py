@@ -156,7 +156,9 @@ def test_a_host_apart_takes_states_only_from_those_that_have_read_their_checkpoi
     seed: int, monkeypatch: pytest.MonkeyPatch
 ):
     """It learns first that all go back further, and what the others hold is still damaged."""
-    with simulated(monkeypatch, 4, seed, rewinds=True, keeps_enough=True, spare=1) as simulation:
+    with simulated(
+        monkeypatch, 4, seed, rewinds=True, keeps_enough=True, extra_hosts=1
+    ) as simulation:
         simulation.start(4, is_diskless=True)
         simulation.run(lambda: 4 in simulation.live and simulation.live[4].has_all, 30.0)
         simulation.run(lambda: len(simulation.checkpoints) > 2, 30.0)

@@ -48,7 +48,7 @@ def test_a_fault_on_the_event_loop_says_where_to_resume(
     codes: list[int], capfd: pytest.CaptureFixture[str]
 ):
     host = Membership(ClusterConfig(), 1, 3)
-    host.last_words = lambda: WORDS
+    host.resume_hint = lambda: WORDS
     loop = asyncio.new_event_loop()
     host._end_by_fault(loop, {"exception": ZeroDivisionError("by nothing")})
     loop.close()
@@ -78,7 +78,7 @@ def test_an_interrupted_host_tells_the_others_and_says_where_to_resume(
     failed: list[tuple[str, int]] = []
     monkeypatch.setattr(Membership, "fail", lambda _, *told: failed.append(told))
     host = Membership(ClusterConfig(), 1, 3)
-    host.last_words = lambda: WORDS
+    host.resume_hint = lambda: WORDS
     joining._abandon(host, error)
     assert codes == [code]
     assert capfd.readouterr().err == f"{said}interrupted at once. {WORDS}\n"

@@ -29,7 +29,7 @@ def directory(host: int = 0, *, has_begun: bool = True) -> Directory:
     hello = Hello(
         host, 3, 7 + host, f"host {host}", f"10.0.0.1:{host}", RunIdentity({"run_dir": "a"})
     )
-    known = Directory(replace(hello, spare=1))
+    known = Directory(replace(hello, extra_hosts=1))
     known.addresses = {other: f"10.0.0.1:{other}" for other in range(3) if other != host}
     known.has_begun = known.outlives = has_begun
     return known

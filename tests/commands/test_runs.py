@@ -15,7 +15,7 @@ import yaml
 from jax.experimental.compilation_cache import compilation_cache
 from skippipe_sched.errors import TEMPORARY_EXIT_CODE
 
-from skippipe_jax import Run
+from skippipe_jax import Run, log
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.storage import files
 from skippipe_jax.storage.checkpoint import committed_steps
@@ -29,7 +29,7 @@ RESUMED = (*TRAIN, "--resume", *given("train.steps=5"))
 
 def test_training_tells_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch):
     said = []
-    monkeypatch.setattr(metrics, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(log, "SECONDS_BETWEEN_LINES", 0.0)
     with metrics.CompilationCounter(said.append):
         jax.jit(lambda x: x - 17)(1.5)
     programs = "programs" if len(said) > 1 else "program"

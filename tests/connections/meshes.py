@@ -201,9 +201,9 @@ def hello_of(host: int, hosts: int, **others: Any) -> dict[str, Any]:
 def first_flight() -> bytes:
     """How a host begins that has `KEYS`."""
     assert KEYS.calling is not None
-    seal = TlsCodec(KEYS.calling)
-    seal.shake(b"")
-    return seal.waiting()
+    codec = TlsCodec(KEYS.calling)
+    codec.handshake(b"")
+    return codec.outgoing()
 
 
 def line(message: Any) -> bytes:

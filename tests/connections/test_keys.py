@@ -177,10 +177,10 @@ def is_taken(caller: Keys, listener: Keys) -> bool:
         for turn in range(6):  # By turns, each with what the other has said.
             end = ends[turn % 2]
             if turn % 2 in through:
-                end.opened(said)
-            elif end.shake(said):
+                end.decrypted(said)
+            elif end.handshake(said):
                 through.add(turn % 2)
-            said = end.waiting()
+            said = end.outgoing()
     except ssl.SSLError:
         return False
     return through == {0, 1}

@@ -132,7 +132,7 @@ async def test_strangers_at_one_address_take_the_place_of_each_other(
     for link in near[: host_listener.MAX_UNIDENTIFIED]:
         assert await link.reader.read() == b""
     assert KEYS.calling is not None
-    await far.seal(KEYS.calling)
+    await far.start_tls(KEYS.calling)
     far.write(line([hello_of(1, 2)]))
     await until(lambda: 1 in first.mesh._links)
     for link in (far, *near):
@@ -224,7 +224,7 @@ def holds_records_only(answer: bytes) -> bool:
 
 async def heard_after(link: Link, context: ssl.SSLContext, said: bytes) -> bytes:
     """What the other end says behind a whole handshake."""
-    await link.seal(context)
+    await link.start_tls(context)
     link.write(said)
     heard = b""
     with suppress(ssl.SSLError, ConnectionError):

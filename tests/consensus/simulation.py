@@ -139,7 +139,7 @@ class Process:
 class Simulation:
     """Hosts and a network, and what must hold whatever happens.
 
-    At first host h holds stage h modulo the number of stages. More may come to `spare` places.
+    At first host h holds stage h modulo the number of stages. More may come to extra places.
     Where stages may be remade, hosts keep copies of others' as well.
     """
 
@@ -152,10 +152,10 @@ class Simulation:
         remakes: Remakes | None = None,
         leaves_out: bool = False,
         rewinds: bool = True,
-        spare: int = 0,
+        extra_hosts: int = 0,
         moves_to_safety: bool = False,
     ):
-        everybody, beginning = tuple(range(hosts + spare)), tuple(range(hosts))
+        everybody, beginning = tuple(range(hosts + extra_hosts)), tuple(range(hosts))
         self.rules = ConsensusRules(
             host_of=everybody,
             stages=stages,

@@ -63,10 +63,12 @@ SWAPPED = ((0, 1), (2, 3))
 
 
 def check(
-    hosts: int, actions: list[tuple[str, int, int]], *, rewinds: bool, spare: int = 0
+    hosts: int, actions: list[tuple[str, int, int]], *, rewinds: bool, extra_hosts: int = 0
 ) -> None:
     """Let all of it happen, and then let those go on that can."""
-    simulation = Simulation(hosts, rewinds=rewinds, spare=spare, moves_to_safety=hosts + spare > 3)
+    simulation = Simulation(
+        hosts, rewinds=rewinds, extra_hosts=extra_hosts, moves_to_safety=hosts + extra_hosts > 3
+    )
     for action in actions:
         simulation.act(*action)
         if simulation.has_ended:
@@ -74,13 +76,13 @@ def check(
     require_goes_on(simulation)
 
 
-@pytest.mark.parametrize(("hosts", "spare"), [(2, 0), (3, 0), (4, 0), (5, 0), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("hosts", "extra_hosts"), [(2, 0), (3, 0), (4, 0), (5, 0), (2, 2), (3, 2)])
 @settings(max_examples=40)
 @given(actions=ACTIONS, rewinds=st.booleans())
 def test_hosts_agree_whatever_is_lost(
-    hosts: int, spare: int, actions: list[tuple[str, int, int]], rewinds: bool
+    hosts: int, extra_hosts: int, actions: list[tuple[str, int, int]], rewinds: bool
 ):
-    check(hosts, actions, rewinds=rewinds, spare=spare)
+    check(hosts, actions, rewinds=rewinds, extra_hosts=extra_hosts)
 
 
 @pytest.mark.slow
@@ -142,7 +144,7 @@ def test_stages_move_whoever_is_lost_meanwhile(
 
 def test_hosts_beside_those_of_the_start_come_and_go():
     """Nobody waits for a place that was never taken, or misses who was never there."""
-    simulation = stepped(2, spare=2)
+    simulation = stepped(2, extra_hosts=2)
     assert simulation.decided[1].members == (0, 1)
     simulation.start(3, is_diskless=True)
     simulation.calm(10)

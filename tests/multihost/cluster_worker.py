@@ -82,7 +82,7 @@ def sum_repeatedly(
     total_of = by_collective() if membership.is_distributed else by_telling(membership)
     end = time.monotonic() + seconds
     for step in itertools.count():
-        membership.last_words = lambda step=step: f"Resume from step {step}."
+        membership.resume_hint = lambda step=step: f"Resume from step {step}."
         is_over = membership.index == 0 and time.monotonic() > end
         if total_of(step, -1.0 if is_over else 1.0) < membership.count:
             return

@@ -388,7 +388,7 @@ def test_no_two_hosts_listen_on_one_port():
     assert sorted(first.values()) == sorted(ports)
     assert all(first[i, j] == 20000 + 3 * i + j for i in range(3) for j in range(3))
     assert min(port for pair, port in first.items() if max(pair) == 4) == 20016
-    assert [config.with_ports(3, spare) for spare in (0, 4, 1000)] == [0, 4, 210]
+    assert [config.with_ports(3, extra_hosts) for extra_hosts in (0, 4, 1000)] == [0, 4, 210]
     assert ClusterConfig(transfer_port=65530).with_ports(3, 4) == 0
     assert ClusterConfig().with_ports(3, 1000) == 1000
 

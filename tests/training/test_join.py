@@ -370,7 +370,7 @@ def test_it_pays_where_what_is_saved_within_the_horizon_is_more_than_what_it_tak
     found = coming((0, 1, 2))
     assert found.transfer_s == pytest.approx(0.5 + 2000.0 / 1000.0)
     assert 0 < found.saved < 1
-    assert found.is_spare
+    assert found.is_redundant
     even_s = found.transfer_s / found.saved
     assert found.pays(1.01 * even_s)
     assert not found.pays(0.99 * even_s)
@@ -390,7 +390,7 @@ def test_a_slow_host_saves_nothing():
 
 def test_a_stage_of_a_single_host_is_always_worth_another():
     found = coming((0, 1), forward_s=1e3)
-    assert not found.is_spare
+    assert not found.is_redundant
     assert found.pays(0.0)
     assert found.transfer_s == pytest.approx(0.1 + 2000.0 / 100.0), "the only host that gives it"
 

@@ -32,7 +32,7 @@ class Hosts:
         self.generation_number = 4
         self.is_the_end = False
         self.told: list[tuple[float, Callable[[], None]]] = []
-        self.last_words = lambda: "Resume from step 7."
+        self.resume_hint = lambda: "Resume from step 7."
 
     @property
     def control(self) -> Any:

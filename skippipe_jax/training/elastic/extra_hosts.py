@@ -1,10 +1,10 @@
-"""Places of a run: those of its original hosts, and spare ones for extra hosts.
+"""Places of a run: those of its original hosts, and extra ones for joiners.
 
-Every count of hosts includes the spare places: host numbers, ports, and the hosts that consensus
-may name. The first generation has only the original hosts, so a spare place is like that of a lost
+Every count of hosts includes the extra places: host numbers, ports, and the hosts that consensus
+may name. The first generation has only the original hosts, so an extra place is like that of a lost
 host, except that no host waits for it.
 
-Each spare place has one node, numbered after those of the run's own plan and without a stage until
+Each extra place has one node, numbered after those of the run's own plan and without a stage until
 its host joins. The host that proposes the generation with it assigns the stage. The node stays
 there, like all others, unless a better plan moves it.
 """
@@ -25,7 +25,7 @@ from skippipe_jax.consensus.next_generation import covering
 
 
 def host_by_node(config: Config, host_of: Sequence[int]) -> tuple[int, ...]:
-    """Map each node of the run's own plan, and then each spare place, to its host."""
+    """Map each node of the run's own plan, and then each extra place, to its host."""
     hosts = max(host_of) + 1
     return (*host_of, *range(hosts, hosts + config.cluster.with_ports(hosts, config.join.places)))
 

@@ -62,12 +62,12 @@ class JoinOffers:
         run = own.host, own.hosts, addresses
         offered = tuple(self.places(free)), files, self.text
         standing = generation.members, generation.placement
-        return JoinOffer(*run, *offered, own.spare, *standing), contents
+        return JoinOffer(*run, *offered, own.extra_hosts, *standing), contents
 
     def places(self, free: Collection[int]) -> list[Place]:
         """List the free places at which a host would serve a stage.
 
-        Empty while a lost host is still a member: its place is about to be free. Without spare
+        Empty while a lost host is still a member: its place is about to be free. Without extra
         places while an original host is neither a member nor lost: it is rejoining, or this host is
         the last to detect its loss.
         """

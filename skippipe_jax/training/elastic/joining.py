@@ -179,16 +179,16 @@ class Admission:
         transfer_s: seconds that the others wait for the state transfer; infinite if no host with
             the state could be reached.
         saved: fraction by which iterations get shorter.
-        is_spare: whether each of its stages is already on several hosts.
+        is_redundant: whether each of its stages is already on several hosts.
     """
 
     transfer_s: float
     saved: float
-    is_spare: bool
+    is_redundant: bool
 
     def pays(self, horizon_s: float, *, anyway: bool = False) -> bool:
         """Return whether to admit the host; `anyway` only requires that its state is reachable."""
-        must_save = self.is_spare and not anyway
+        must_save = self.is_redundant and not anyway
         return self.transfer_s < (self.saved * horizon_s if must_save else math.inf)
 
     def decline_reason(self, horizon_s: float) -> str:
@@ -214,8 +214,8 @@ def admission(
 ) -> Admission:
     """Estimate cost and benefit if a host joins the members, under their placement.
 
-    `plan` is the run's own, `host_of` the host of each node including spare places, and `new` the
-    measured nodes of spare places. `ways` are the measured links to other hosts, and `sizes` the
+    `plan` is the run's own, `host_of` the host of each node including extra places, and `new` the
+    measured nodes of extra places. `ways` are the measured links to other hosts, and `sizes` the
     bytes of the states of stages. State is only transferred from hosts with a measured link.
     """
     now = {node for node, own in enumerate(host_of) if own in members}
