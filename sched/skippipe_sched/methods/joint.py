@@ -64,9 +64,10 @@ SHORT_BUDGET_S = 2.0
 INTERPRETED_OPERATIONS_PER_S = 6e4
 INTERPRETED_SETTLE_SHARE = 0.6
 # The quick estimate is first, then the rounds, and last the order: few steps suffice for it, and
-# rounds gain by more.
+# rounds gain by more. With few operations paths are found soon, and the order matters more.
 SETTLE_SHARE = 0.05
 POLISH_SHARE = 0.04
+FEW_OPERATIONS, POLISH_SHARE_OF_FEW = 100, 0.18
 # A step of polishing replays an order, which is at least this many times as fast as choosing one.
 REPLAYS_OF_STEP = 1.75
 # Seconds of a step of the rounds that are left, relative to those done: at a lower temperature more
@@ -187,7 +188,12 @@ class _Joint:
         On a machine that is too slow for all steps, the later rounds have fewer, so that the
         temperature of each still falls to its end.
         """
-        chains, begun_s, done, left = every_chain, self.search.elapsed_s, 0.0, POLISH_SHARE
+        polish_share = POLISH_SHARE
+        if sum(self.case.microbatches) * self.annealer.chain_length <= FEW_OPERATIONS:
+            polish_share = POLISH_SHARE_OF_FEW
+            of_before = (1 - polish_share) / (1 - POLISH_SHARE)
+            rounds = tuple(replace(round_, share=of_before * round_.share) for round_ in rounds)
+        chains, begun_s, done, left = every_chain, self.search.elapsed_s, 0.0, polish_share
         left += sum(round_.share for round_ in rounds)
         for round_ in rounds:
             if done:
@@ -198,7 +204,7 @@ class _Joint:
             work_on = partial(self.annealer.anneal, round_=round_, steps=share, reference_s=first_s)
             self.each(threads, chains, work_on)
             done, left = done + round_.share * steps, left - round_.share
-        work_of_polish = POLISH_SHARE * steps * REPLAYS_OF_STEP
+        work_of_polish = polish_share * steps * REPLAYS_OF_STEP
         worth = work_of_polish / self.annealer.steps_to_reorder
         most = int(np.clip(worth, THREADS, len(every_chain)))
         chains = sorted(every_chain, key=lambda chain: chain.cost_s)[:most]

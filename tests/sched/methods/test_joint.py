@@ -32,7 +32,9 @@ def paper_case():
 
 
 @pytest.mark.parametrize(
-    "seed", [s if s < 6 else pytest.param(s, marks=pytest.mark.nightly) for s in SEEDS]
+    "seed",
+    # The order decides the last two.
+    [s if s in {*range(6), 44, 47} else pytest.param(s, marks=pytest.mark.nightly) for s in SEEDS],
 )
 def test_joint_is_within_two_percent_of_the_optimum(seed):
     case = random_small_case(seed)
