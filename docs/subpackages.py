@@ -47,7 +47,7 @@ class Subpackage:
         return root / self.package / self.name / "__init__.py"
 
     def holds(self, module: str) -> bool:
-        """Whether a module is one of the sub-package's."""
+        """Return True if a module belongs to the sub-package."""
         return module == self.module or module.startswith(f"{self.module}.")
 
 
