@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import secrets
+import socket
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -156,12 +158,17 @@ def expect_hops(links: Mapping[int, HostLink], host_of: Sequence[int], hops: Ite
 
 
 def _wait_until_free(host: str, port: int) -> None:
-    """Wait until a released server, which another thread stops, no longer listens."""
+    """Wait until a released server, which another thread stops, no longer listens.
+
+    If that thread had not yet begun to watch the server, it stops it only at the next connection.
+    """
     until_s = time.monotonic() + CLOSING_S
     while time.monotonic() < until_s:
         try:
             return require_free("cluster.transfer_port", host, port)
         except TemporaryError:
+            with suppress(OSError):
+                socket.create_connection((host, port), timeout=CLOSING_S).close()
             time.sleep(0.01)
 
 

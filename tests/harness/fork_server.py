@@ -285,8 +285,10 @@ def serve(address: str) -> Request | None:
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
+    # The file appears under its name when it can be connected to.
+    listener.bind(f"{address}.new")
     listener.listen(64)
+    os.rename(f"{address}.new", address)
     events = selectors.PollSelector()
     for source in (0, waking, listener):
         events.register(source, selectors.EVENT_READ)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import queue
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ import psutil
 import pytest
 
 from skippipe_jax.cluster.agreement import gather
-from skippipe_jax.connections.addresses import require_free
+from skippipe_jax.connections.addresses import parse_address, require_free
 from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.transport import HostLink, Transfers
 from tests.harness.ports import free_port
@@ -52,7 +54,8 @@ def open_both(*ports: int, first: int = 0) -> list[tuple[Transfers, HostLink]]:
 
 
 def what_came(array: jax.Array) -> np.ndarray:
-    """The array, once it is there; nothing is waited for in vain for ever."""
+    """The array, once it is there; fails if that takes too long."""
+    __tracebackhide__ = True  # To print an argument, pytest would wait for its value.
     came: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
 
     def wait() -> None:
@@ -62,7 +65,10 @@ def what_came(array: jax.Array) -> np.ndarray:
             came.put(error)
 
     threading.Thread(target=wait, daemon=True).start()
-    outcome = came.get(timeout=20.0)
+    try:
+        outcome = came.get(timeout=20.0)
+    except queue.Empty:
+        pytest.fail("the array has neither arrived nor failed in 20 s")
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
@@ -143,6 +149,39 @@ def test_nothing_stays_pinned_by_what_was_asked_for_and_never_offered(asked_in: 
             what_came(asked)
         del asked, link, there, transfers, transfers_there
         held.look()
+
+
+@contextlib.contextmanager
+def stalled_event_loop() -> Iterator[None]:
+    """Keep JAX's event loop waiting for the first bytes of a connection."""
+    before = listening_ports()
+    transfers = Transfers(0, jax.local_devices()[0].client, {1: "127.0.0.1:0"}, "127.0.0.1")
+    (reached,) = transfers.endpoint["reached"].values()
+    (port,) = listening_ports() - before - {parse_address("address", reached)[1]}
+    with socket.create_connection(("127.0.0.1", port)):
+        time.sleep(0.2)  # Until it is accepted.
+        yield
+    transfers.close()
+
+
+def listening_ports() -> set[int]:
+    """The ports on which this process listens."""
+    sockets = psutil.Process().net_connections("tcp")
+    return {own.laddr.port for own in sockets if own.status == psutil.CONN_LISTEN}
+
+
+def test_a_generation_that_ends_at_once_gives_its_port_back():
+    """JAX's event loop hears of the end of a server together with its start."""
+    port = free_port()
+    with stalled_event_loop():
+        transfers = Transfers(
+            0, jax.local_devices()[0].client, {1: f"127.0.0.1:{port}"}, "127.0.0.1"
+        )
+        closing = threading.Thread(target=transfers.close)
+        closing.start()
+        time.sleep(0.2)  # Until it waits for the port.
+    closing.join()
+    require_free("port", "127.0.0.1", port)
 
 
 def test_what_one_generation_asks_for_the_next_does_not_answer():
