@@ -56,6 +56,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         validation={"every": 20, "sequences": 8},
         trace="every 20",
         cluster={"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "connect_timeout_s": 120},
+        network={"deadline_s": PATIENCE_S / 3},  # A host that waits longer says what for.
         replan={"budget_s": 0},
         # As in training in earnest: a difference does not grow a thousandfold in a few steps.
         optimizer={"learning_rate": 1e-3, "warmup_steps": 5},

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import queue
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +23,12 @@ import pytest
 from skippipe_jax.cluster.agreement import gather
 from skippipe_jax.connections.addresses import parse_address, require_free
 from skippipe_jax.program.compiler import Hop
-from skippipe_jax.runtime.transport import HostLink, Transfers
+from skippipe_jax.runtime.transport import (
+    LOCKED_BYTES,
+    HostLink,
+    Transfers,
+    allow_locked_memory,
+)
 from tests.harness.ports import free_port
 from tests.harness.thread_hosts import ThreadHost, on_hosts
 
@@ -182,6 +191,46 @@ def test_a_generation_that_ends_at_once_gives_its_port_back():
         time.sleep(0.2)  # Until it waits for the port.
     closing.join()
     require_free("port", "127.0.0.1", port)
+
+
+def test_a_large_array_locks_little_memory():
+    """In a process that may lock no more, as one that is not root's."""
+    program = (
+        "import jax, jax.numpy as jnp\n"
+        "from tests.runtime.test_transport import HOP, LARGE, open_both, what_came\n"
+        "(_, link), (_, there) = open_both(0, 0)\n"
+        "link.send(HOP, 3, jnp.ones(LARGE))\n"
+        "like = jax.ShapeDtypeStruct((LARGE,), jnp.float32)\n"
+        "assert (what_came(there.receive(HOP, 3, like)) == 1).all()\n"
+    )
+    may_lock_any = (
+        "setpriv --bounding-set -ipc_lock --inh-caps -ipc_lock" if os.geteuid() == 0 else ""
+    )
+    limited = [*may_lock_any.split(), "prlimit", f"--memlock={LOCKED_BYTES}"]
+    subprocess.run([*limited, sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(("servers", "is_enough"), [(2, True), (3, False)])
+def test_a_limit_of_locked_memory_is_raised_or_warned_of(
+    servers: int,
+    is_enough: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    limits = [1 << 16, 2 * LOCKED_BYTES]
+
+    def set_limits(_: int, to: tuple[int, int]) -> None:
+        if to[1] == resource.RLIM_INFINITY:
+            raise ValueError("not allowed to raise maximum limit")
+        limits[:] = to
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (*limits,))
+    monkeypatch.setattr(resource, "setrlimit", set_limits)
+    allow_locked_memory.cache_clear()
+    allow_locked_memory(servers)
+    told = capsys.readouterr()
+    assert limits == [2 * LOCKED_BYTES] * 2
+    assert ("ulimit -l unlimited" in told.out + told.err) != is_enough
 
 
 def test_what_one_generation_asks_for_the_next_does_not_answer():
