@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import gc
 import importlib
@@ -374,6 +375,8 @@ def take_over(request: Request) -> None:
     jax.config.update(TOLD_LATER.lower(), os.environ.get(TOLD_LATER, "0") == "1")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
 
 
 def enter(namespace: str) -> None:

@@ -6,6 +6,7 @@ so: see `tests.harness.fork_server`.
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -42,7 +43,7 @@ class Processes:
 
         With a network `namespace` the process is in that, and is always forked.
         """
-        variables = {**os.environ, **environment}
+        variables = {**os.environ, "PYTHONFAULTHANDLER": "1", **environment}
         with (
             open(self.folder / f"output{len(self.processes)}", "wb") as output,
             open(os.devnull, "rb") as nothing,
@@ -108,6 +109,7 @@ class Processes:
         try:
             return self.processes[index].wait(timeout_s)
         except subprocess.TimeoutExpired:
+            self.abort()
             pytest.fail(f"process {index} did not end in {timeout_s:g} s:\n{self.outputs()}")
 
     def exit_codes(self, timeout_s: float) -> list[int]:
@@ -121,6 +123,15 @@ class Processes:
     def name(self, host: int) -> str:
         """What others call a host, if it was started as the process with its number."""
         return name_of_host(host, self.processes[host].pid)
+
+    def abort(self) -> None:
+        """End all that still run, each of which writes the stacks of its threads."""
+        running = [process for process in self.processes if process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGABRT)
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10.0)
 
     def kill(self) -> None:
         """End all that still run, and what they have started."""
