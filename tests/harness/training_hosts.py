@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,16 @@ class TrainingHosts:
         path = self.run_dir / MEMBERSHIP
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
+
+    def changes(self) -> list[dict[str, Any]]:
+        """The generations but those in which the same hosts connected again, which is warned of."""
+        changes: list[dict[str, Any]] = []
+        for line, members in zip(self.generations(), self.members(), strict=True):
+            if changes and members == sorted(own["host"] for own in changes[-1]["members"]):
+                warnings.warn(f"transfers failed: {self.processes.outputs()}", stacklevel=2)
+            else:
+                changes.append(line)
+        return changes
 
     def members(self) -> list[list[int]]:
         return [sorted(own["host"] for own in line["members"]) for line in self.generations()]

@@ -147,14 +147,15 @@ def test_a_run_outlives_hosts_and_its_leader_and_a_machine_without_the_folder_jo
     for told in (with_one_lost, with_one_joined):
         assert (told["run"], told["host"], told["leader"]) == (str(run.run_dir), 1, 0)
     assert (with_one_lost["generation"], with_one_joined["generation"]) == (2, 3)
-    assert run.members() == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2, 3], [0, 1, 3], [1, 3]]
-    assert [line["cause"] for line in run.generations()][1:] == [
+    changes = run.changes()
+    assert [len(line["members"]) for line in changes] == [4, 3, 4, 3, 2]
+    assert [line["cause"] for line in changes][1:] == [
         "host 3 failed", "host 3 joined", "host 2 failed", "host 0 failed",
     ]  # fmt: skip
-    assert [line["leader"] for line in run.generations()] == [0, 0, 0, 0, 1]
+    assert [line["leader"] for line in changes] == [0, 0, 0, 0, 1]
     # Of the run's own plan, whose four nodes the hosts serve in order.
-    assert all(own["nodes"] == [own["host"]] for own in run.generations()[-1]["members"])
-    assert all(a["step"] < b["step"] for a, b in itertools.pairwise(run.generations()))
+    assert all(own["nodes"] == [own["host"]] for own in changes[-1]["members"])
+    assert all(a["step"] < b["step"] for a, b in itertools.pairwise(changes))
     assert "host 0 failed; 2 of 4 hosts continue from step" in run.output(1)
     assert "host 2 serves stage 1; 4 hosts train, host 0 leads" in run.output(2)
     told = run.output(3)
