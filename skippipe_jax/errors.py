@@ -15,6 +15,10 @@ class PeerTimeout(PeerError, TimeoutError):
     """Timeout of a wait for another host; the process exits with the code of a lost host."""
 
 
+class TransferTimeout(PeerTimeout):
+    """Timeout of an iteration that waits for transfers, of which one may be lost."""
+
+
 class PeerFailed(PeerError):
     """Failure of another host during an operation that this host waited for.
 

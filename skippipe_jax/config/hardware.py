@@ -152,7 +152,8 @@ class NetworkConfig(Section, name="network"):
         averaging_dtype: `bfloat16` rounds gradients and partial sums in each step of the ring,
             except between replicas that share a device. In `outer` mode, for
             `averaging.exact_steps` only. null: no rounding.
-        deadline_s: seconds to wait for a transfer from another host before the run ends.
+        deadline_s: seconds to wait for a transfer from another host before the run ends, or in
+            `independent` mode before all hosts connect again.
     """
 
     SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {

@@ -19,7 +19,7 @@ import jax
 from jaxtyping import PyTree
 
 from skippipe_jax.connections.threads import SIGNAL_CHECK_S
-from skippipe_jax.errors import PeerTimeout
+from skippipe_jax.errors import TransferTimeout
 
 Then = Callable[[float], None]
 """Callback with the time of its event."""
@@ -104,7 +104,7 @@ class EventLoop:
         """Wait for the next event and call its callback.
 
         Raises:
-            PeerTimeout: if there was none within the deadline, with the message of
+            TransferTimeout: if there was none within the deadline, with the message of
                 `describe_waits`. If that returns None, as while this host computes, the
                 wait continues without a limit.
         """
@@ -123,7 +123,7 @@ class EventLoop:
                 return self._happened.get()
             is_late = now > self.last_event_s + self.deadline_s
             if is_late and (waits := describe_waits()) is not None:
-                raise PeerTimeout(waits)
+                raise TransferTimeout(waits)
             until = min([now + SIGNAL_CHECK_S, *(entry[0] for entry in self._timers[:1])])
             self._is_waiting = True
             try:

@@ -18,7 +18,7 @@ from skippipe_jax.config import AveragingConfig, ClusterConfig
 from skippipe_jax.config.cluster import RecoveryConfig, ReplanConfig
 from skippipe_jax.connections import waiting
 from skippipe_jax.consensus.generations import Abandoned, Generation, Tick
-from skippipe_jax.errors import GenerationEnded, HostLeft, PeerTimeout
+from skippipe_jax.errors import GenerationEnded, HostLeft, PeerTimeout, TransferTimeout
 from skippipe_jax.storage.checkpoint import Checkpoint, CommitRecord
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.storage.run_lock import RunLock
@@ -406,8 +406,15 @@ def test_what_fails_because_a_host_dies_is_done_again_with_those_that_are_left(
         openings.after(before)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [jax.errors.JaxRuntimeError("INTERNAL: socket closed"), TransferTimeout("step 3: timed out")],
+)
 def test_transfers_that_fail_while_all_hosts_live_are_made_again_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.setattr(Group, "has_ended", False)
     monkeypatch.setattr(Membership, "misses", lambda *given: False)
@@ -417,12 +424,13 @@ def test_transfers_that_fail_while_all_hosts_live_are_made_again_once(
     monkeypatch.setattr(Membership, "control", control)
     before = HeldState(STEP, 88, KEPT)
     openings = Openings(tmp_path, generation(2), generation(3))
-    openings.error = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
+    openings.error = error
     assert openings.after(before) == [before, before]
     assert told == [Abandoned(2), Tick()]
+    assert f"{error}; all hosts are alive, and connect again" in "".join(capsys.readouterr())
     openings = Openings(tmp_path, generation(2), generation(3), generation(4))
-    openings.error = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
-    with pytest.raises(PeerTimeout, match=r"failed again .*: INTERNAL: socket closed") as raised:
+    openings.error = error
+    with pytest.raises(PeerTimeout, match=rf"failed again .*: {error}") as raised:
         openings.after(before)
     # As a process that is started again this host may do better.
     decision = exit_decision(raised.value, is_training=True, joined=False)

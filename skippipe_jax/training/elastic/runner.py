@@ -25,7 +25,13 @@ from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.connections.waiting import telling
 from skippipe_jax.consensus.generations import Abandoned, Generation, TextMissing, Tick
-from skippipe_jax.errors import CheckpointFailed, GenerationEnded, HostLeft, PeerTimeout
+from skippipe_jax.errors import (
+    CheckpointFailed,
+    GenerationEnded,
+    HostLeft,
+    PeerTimeout,
+    TransferTimeout,
+)
 from skippipe_jax.program.schedule import OWN
 from skippipe_jax.runtime.ahead_of_time import compile_ahead
 from skippipe_jax.runtime.stage_rebuild import NO_RECOVERY_SOURCES, RecoverySources
@@ -185,6 +191,8 @@ class ElasticRunner:
         if is_own and cause == Cause.TRANSFER:
             problem = "transfers failed again although all hosts are alive"
             raise PeerTimeout(f"{problem}: {error}") from error
+        if isinstance(self._state, Suspended) and self._state.has_reconnected:
+            log.warning(f"{error}; all hosts are alive, and connect again")
         return not is_own
 
     def next_session(self) -> Session:
@@ -208,9 +216,7 @@ class ElasticRunner:
         """Do what the state asks for until a session is open."""
         while True:
             match self._state:
-                case Suspended(after, _, has_reconnected, abandons):
-                    if has_reconnected:
-                        log.warning("transfers failed although all hosts are alive; reconnecting")
+                case Suspended(after, _, _, abandons):
                     if abandons:
                         self._membership.control.tell(Abandoned(after), Tick())
                     self._tell(self._await(after, self._policy.rejoin_s))
@@ -472,6 +478,8 @@ class ElasticRunner:
 
 
 def _cause_of(error: Exception) -> Cause:
+    if isinstance(error, TransferTimeout):
+        return Cause.TRANSFER
     if isinstance(error, PeerTimeout):
         return Cause.SILENCE
     # Hosts that continued may have removed a checkpoint that was being written without them.
