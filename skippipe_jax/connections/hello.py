@@ -48,7 +48,7 @@ def require_below(end: int, *hosts: int) -> None:
         raise ValueError(f"host {max(hosts)} is out of range for {end} hosts")
 
 
-PROTOCOL = 13
+PROTOCOL = 12
 """Version of the protocol; hosts need the same one. Hosts of version 1 send no number."""
 
 NUMBER_BITS = 48

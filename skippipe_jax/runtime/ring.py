@@ -40,7 +40,7 @@ from skippipe_sched.timing.averaging import best_ring
 from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.node_sharding import NodeSharding
 
-# Larger chunks would not be faster.
+# The amount that a server copies at a time: larger chunks would not be faster.
 LARGEST_CHUNK_BYTES = 1 << 20
 # Share of a hop's bytes. Two chunks, the least in flight, delay a hop by an eighth of its time.
 SHARE_OF_HOP = 1 / 16

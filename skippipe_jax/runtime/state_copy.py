@@ -17,7 +17,7 @@ from skippipe_jax.program.compiler import Hop
 
 Bytes = UInt8[np.ndarray, " bytes"]
 
-# Larger pieces would only delay activations longer.
+# The amount that a server copies at a time: larger pieces would only delay activations longer.
 COPY_CHUNK_BYTES = 1 << 20
 
 

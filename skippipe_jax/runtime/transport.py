@@ -35,13 +35,11 @@ from skippipe_jax.connections.addresses import join_address, parse_address, requ
 from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.node_sharding import devices_of, shards_of
 
-# Bytes that a server copies at a time, and copies that it makes at once. With 1 MB it would be a
-# third faster between processes of one machine, but hold and lock eight times the memory.
-SERVER_COPY_BYTES = 1 << 17
+# Bytes that a server copies at a time, and copies that it makes at once. With more of either it
+# holds several times the bytes that it sends, and is not faster. With 128 KB, an iteration of two
+# processes that share two cores takes half as long again.
+SERVER_COPY_BYTES = 1 << 20
 PARALLEL_COPIES = 2
-# Most bytes that Linux locks in memory while a server sends them: of twice these copies, each with
-# two more pages.
-LOCKED_BYTES = 2 * PARALLEL_COPIES * (SERVER_COPY_BYTES + 2 * mmap.PAGESIZE)
 
 # Longest wait for the end of a server.
 CLOSING_S = 5.0
@@ -200,11 +198,13 @@ class Transfers:
         backend: Any,
         requests: Mapping[int, str],
         arrays: str,
+        copy_bytes: int = SERVER_COPY_BYTES,
     ):
         """Open the servers for JAX's `backend` client, which has this host's devices.
 
         The server for host h receives requests at `requests[h]`, "IP:PORT", where port 0 means any,
-        and arrays on any port of the IP address `arrays`.
+        and arrays on any port of the IP address `arrays`. It copies `copy_bytes` at a time, as the
+        servers of all hosts must.
         """
         self._host = host
         # A new key for each generation, so that requests of an earlier one match no transfer.
@@ -218,7 +218,7 @@ class Transfers:
                 # opens connections from it.
                 [join_address(arrays, 0)],
                 max_num_parallel_copies=PARALLEL_COPIES,
-                transfer_size=SERVER_COPY_BYTES,
+                transfer_size=copy_bytes,
             )
             for other, address in requests.items()
         }
@@ -261,32 +261,48 @@ class Transfers:
             _wait_until_free(*address)
 
 
-@functools.cache
-def allow_locked_memory(servers: int) -> None:
-    """Raise the limit of locked memory for all transfer `servers` of a user on this machine.
+def locked_bytes(copy_bytes: int) -> int:
+    """Return the most bytes that Linux locks in memory while a server sends them.
 
-    Transfers fail beyond it. Warns once if this process may not raise it that far.
+    They are those of twice `PARALLEL_COPIES`, each with two more pages.
+    """
+    return 2 * PARALLEL_COPIES * (copy_bytes + 2 * mmap.PAGESIZE)
+
+
+@functools.cache
+def fitting_copy_bytes(servers: int, processes: int) -> int:
+    """Return the bytes that a server copies at a time, within the limit of locked memory.
+
+    Transfers fail beyond that limit, which is for all processes of a user, and is raised first.
+    `processes` of them are hosts with so many `servers` each. All hosts must copy as much: if they
+    are on several machines, whose limits may differ, this only warns.
     """
     for limit in (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]):
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
             break
-    limit, needed = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], servers * LOCKED_BYTES
-    if resource.RLIM_INFINITY != limit < needed:
-        log.warning(
-            f"a user's processes may lock {size_text(limit)} of memory here, and transfers between "
-            f"hosts up to {size_text(needed)}; beyond the limit they fail. Raise it, as by "
-            "`ulimit -l unlimited`, or for Docker by `--ulimit memlock=-1`"
-        )
+    limit, sizes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], [SERVER_COPY_BYTES]
+    if processes > 1:
+        sizes += [SERVER_COPY_BYTES >> halvings for halvings in range(1, 7)]
+    for size in sizes:
+        if limit == resource.RLIM_INFINITY or servers * processes * locked_bytes(size) <= limit:
+            return size
+    needed = servers * processes * locked_bytes(sizes[-1])
+    log.warning(
+        f"a user's processes may lock {size_text(limit)} of memory here, and transfers between "
+        f"hosts up to {size_text(needed)}; beyond the limit they fail. Raise it, as by "
+        "`ulimit -l unlimited`, or for Docker by `--ulimit memlock=-1`"
+    )
+    return sizes[-1]
 
 
 def open_servers(host: Group) -> Transfers:
     """Open the transfer servers of this host, not yet connected to those of other hosts."""
     # Hosts at a loopback address are all on this machine.
     here = host.count if ipaddress.ip_address(host.address).is_loopback else 1
-    allow_locked_memory(here * (host.count - 1))
+    size = fitting_copy_bytes(host.count - 1, here)
     backend = jax.local_devices()[0].client
-    return Transfers(host.index, backend, host.transfer_addresses(), host.address)
+    return Transfers(host.index, backend, host.transfer_addresses(), host.address, size)
 
 
 def open_transfers(host: Group) -> Transfers:

@@ -68,7 +68,7 @@ def case_of(nodes: int, bandwidth: float, latency_s: float = 0.0) -> Case:
 @pytest.mark.parametrize(
     ("bandwidth", "hop_bytes", "size"),
     [
-        # A large stage between continents, where hops are large: the largest chunks.
+        # A large stage between continents, where hops are large: what a server copies at a time.
         (10 * MB, 100 * MB, LARGEST_CHUNK_BYTES),
         # Small hops: two chunks are an eighth of one.
         (1 * MB, 1 * MB, MB * SHARE_OF_HOP),

@@ -24,10 +24,11 @@ from skippipe_jax.cluster.agreement import gather
 from skippipe_jax.connections.addresses import parse_address, require_free
 from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.transport import (
-    LOCKED_BYTES,
+    SERVER_COPY_BYTES,
     HostLink,
     Transfers,
-    allow_locked_memory,
+    fitting_copy_bytes,
+    locked_bytes,
 )
 from tests.harness.ports import free_port
 from tests.harness.thread_hosts import ThreadHost, on_hosts
@@ -206,18 +207,29 @@ def test_a_large_array_locks_little_memory():
     may_lock_any = (
         "setpriv --bounding-set -ipc_lock --inh-caps -ipc_lock" if os.geteuid() == 0 else ""
     )
-    limited = [*may_lock_any.split(), "prlimit", f"--memlock={LOCKED_BYTES}"]
+    limited = [*may_lock_any.split(), "prlimit", f"--memlock={locked_bytes(SERVER_COPY_BYTES)}"]
     subprocess.run([*limited, sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize(("servers", "is_enough"), [(2, True), (3, False)])
-def test_a_limit_of_locked_memory_is_raised_or_warned_of(
+@pytest.mark.parametrize(
+    ("servers", "processes", "size", "warns"),
+    [
+        (2, 1, SERVER_COPY_BYTES, False),
+        (3, 1, SERVER_COPY_BYTES, True),
+        (1, 2, SERVER_COPY_BYTES, False),
+        (2, 3, SERVER_COPY_BYTES // 4, False),
+        (31, 32, SERVER_COPY_BYTES // 64, True),
+    ],
+)
+def test_copies_fit_the_limit_of_locked_memory_where_all_hosts_have_the_same(
     servers: int,
-    is_enough: bool,
+    processes: int,
+    size: int,
+    warns: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    limits = [1 << 16, 2 * LOCKED_BYTES]
+    limits = [1 << 16, 2 * locked_bytes(SERVER_COPY_BYTES)]
 
     def set_limits(_: int, to: tuple[int, int]) -> None:
         if to[1] == resource.RLIM_INFINITY:
@@ -226,11 +238,8 @@ def test_a_limit_of_locked_memory_is_raised_or_warned_of(
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (*limits,))
     monkeypatch.setattr(resource, "setrlimit", set_limits)
-    allow_locked_memory.cache_clear()
-    allow_locked_memory(servers)
-    told = capsys.readouterr()
-    assert limits == [2 * LOCKED_BYTES] * 2
-    assert ("ulimit -l unlimited" in told.out + told.err) != is_enough
+    assert fitting_copy_bytes.__wrapped__(servers, processes) == size
+    assert ("ulimit -l unlimited" in "".join(capsys.readouterr())) == warns
 
 
 def test_what_one_generation_asks_for_the_next_does_not_answer():
