@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import resource
 import signal
 import time
@@ -170,6 +171,15 @@ def test_a_run_outlives_hosts_and_its_leader_and_a_machine_without_the_folder_jo
     assert (copy / CHECKPOINTS / step_name(STEPS) / COMMITTED).exists()
     assert (own / "config.yaml").read_bytes() == (run.run_dir / "config.yaml").read_bytes()
     assert not (own / "checkpoints").exists()
+    assert_trained_like(run.run_dir, undisturbed)
+
+
+@pytest.mark.nightly
+def test_hosts_connect_again_if_a_transfer_is_lost(begin: Begin, undisturbed: Path):
+    run = begin(*settings(network__deadline_s=10), program=(WORKER, "LosesATransfer"))
+    run.ends_well(0, 1, 2, 3)
+    assert run.members() == [[0, 1, 2, 3]] * 2
+    assert re.search(r"timed out after 10 s .*; all hosts are alive, and connect", run.output(0))
     assert_trained_like(run.run_dir, undisturbed)
 
 

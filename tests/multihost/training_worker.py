@@ -14,6 +14,8 @@ import numpy as np
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config
 from skippipe_jax.consensus.generations import PlanRequest
+from skippipe_jax.program.compiler import Hop
+from skippipe_jax.runtime.transport import HostLink
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training import trainer
 from skippipe_jax.training.callbacks.base import Callback, RunView
@@ -49,6 +51,20 @@ class Plans(Callback):
             name = own._elastic.plans.keep(FOUND)
             assert name is not None
             own.membership.control.tell(PlanRequest(1, FOUND.stages, name))
+
+
+class LosesATransfer(Callback):
+    """Requests a hop by a name that is not offered, on host 0 after step 4."""
+
+    def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
+        if (metrics.step, metrics.generation, run.group.index) == (4, 1, 0):
+            receive = HostLink.receive
+
+            def lose(link: HostLink, hop: Hop, *more: Any) -> Any:
+                HostLink.receive = receive
+                return receive(link, Hop("lost", hop.source, hop.target), *more)
+
+            setattr(HostLink, "receive", lose)  # noqa: B010
 
 
 class Watched(trainer.Trainer):
