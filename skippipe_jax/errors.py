@@ -16,7 +16,7 @@ class PeerTimeout(PeerError, TimeoutError):
 
 
 class TransferTimeout(PeerTimeout):
-    """Timeout of an iteration that waits for transfers, of which one may be lost."""
+    """Timeout of a wait for transfers, of which one may be lost although all hosts are alive."""
 
 
 class PeerFailed(PeerError):

@@ -102,7 +102,9 @@ class Processes:
         while not condition():
             if all_live:
                 assert all(process.poll() is None for process in self.processes), self.outputs()
-            assert time.monotonic() < deadline, self.outputs()
+            if time.monotonic() > deadline:
+                self.abort()
+                pytest.fail(self.outputs())
             time.sleep(0.02)
 
     def exit_code(self, index: int, timeout_s: float) -> int:

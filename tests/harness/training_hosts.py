@@ -100,15 +100,15 @@ class TrainingHosts:
     def changes(self) -> list[dict[str, Any]]:
         """The generations but those in which the same hosts connected again, which is warned of."""
         changes: list[dict[str, Any]] = []
-        for line, members in zip(self.generations(), self.members(), strict=True):
-            if changes and members == sorted(own["host"] for own in changes[-1]["members"]):
+        for line in self.generations():
+            if changes and hosts_of(line) == hosts_of(changes[-1]):
                 warnings.warn(f"transfers failed: {self.processes.outputs()}", stacklevel=2)
             else:
                 changes.append(line)
         return changes
 
     def members(self) -> list[list[int]]:
-        return [sorted(own["host"] for own in line["members"]) for line in self.generations()]
+        return [hosts_of(line) for line in self.generations()]
 
     def output(self, host: int) -> str:
         return self.processes.output(self.process_of[host])
@@ -125,3 +125,7 @@ class TrainingHosts:
 
     def ends_well(self, *hosts: int) -> None:
         self.ends_with(0, *hosts)
+
+
+def hosts_of(generation: dict[str, Any]) -> list[int]:
+    return sorted(own["host"] for own in generation["members"])

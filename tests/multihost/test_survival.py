@@ -27,7 +27,7 @@ from skippipe_jax.storage.checkpoint import (
 )
 from skippipe_jax.storage.run_dir import GENERATIONS, METRICS, RunDir
 from tests.harness.processes import started_processes
-from tests.harness.training_hosts import CASE, PACED, PATIENCE_S, TRAIN, TrainingHosts
+from tests.harness.training_hosts import CASE, PACED, PATIENCE_S, TRAIN, TrainingHosts, hosts_of
 from tests.harness.training_runs import (
     arrays_of_checkpoint,
     settings,
@@ -147,9 +147,10 @@ def test_a_run_outlives_hosts_and_its_leader_and_a_machine_without_the_folder_jo
     assert 0 < before["step"] < after["step"] <= before["steps"] == after["steps"] == STEPS
     for told in (with_one_lost, with_one_joined):
         assert (told["run"], told["host"], told["leader"]) == (str(run.run_dir), 1, 0)
-    assert (with_one_lost["generation"], with_one_joined["generation"]) == (2, 3)
+    assert 1 < with_one_lost["generation"] < with_one_joined["generation"]
     changes = run.changes()
-    assert [len(line["members"]) for line in changes] == [4, 3, 4, 3, 2]
+    hosts = [hosts_of(line) for line in changes]
+    assert hosts == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2, 3], [0, 1, 3], [1, 3]]
     assert [line["cause"] for line in changes][1:] == [
         "host 3 failed", "host 3 joined", "host 2 failed", "host 0 failed",
     ]  # fmt: skip

@@ -161,11 +161,17 @@ def test_nothing_stays_pinned_by_what_was_asked_for_and_never_offered(asked_in: 
         held.look()
 
 
+def open_one(port: int) -> Transfers:
+    """The transfers of a host, with a server for another on this port."""
+    requests = {1: f"127.0.0.1:{port}"}
+    return Transfers(0, jax.local_devices()[0].client, requests, "127.0.0.1")
+
+
 @contextlib.contextmanager
 def stalled_event_loop() -> Iterator[None]:
     """Keep JAX's event loop waiting for the first bytes of a connection."""
     before = listening_ports()
-    transfers = Transfers(0, jax.local_devices()[0].client, {1: "127.0.0.1:0"}, "127.0.0.1")
+    transfers = open_one(0)
     (reached,) = transfers.endpoint["reached"].values()
     (port,) = listening_ports() - before - {parse_address("address", reached)[1]}
     with socket.create_connection(("127.0.0.1", port)):
@@ -184,9 +190,7 @@ def test_a_generation_that_ends_at_once_gives_its_port_back():
     """JAX's event loop hears of the end of a server together with its start."""
     port = free_port()
     with stalled_event_loop():
-        transfers = Transfers(
-            0, jax.local_devices()[0].client, {1: f"127.0.0.1:{port}"}, "127.0.0.1"
-        )
+        transfers = open_one(port)
         closing = threading.Thread(target=transfers.close)
         closing.start()
         time.sleep(0.2)  # Until it waits for the port.
@@ -194,7 +198,7 @@ def test_a_generation_that_ends_at_once_gives_its_port_back():
     require_free("port", "127.0.0.1", port)
 
 
-def test_a_large_array_locks_little_memory():
+def test_a_large_array_locks_no_more_memory_than_is_counted():
     """In a process that may lock no more, as one that is not root's."""
     program = (
         "import jax, jax.numpy as jnp\n"
@@ -204,10 +208,8 @@ def test_a_large_array_locks_little_memory():
         "like = jax.ShapeDtypeStruct((LARGE,), jnp.float32)\n"
         "assert (what_came(there.receive(HOP, 3, like)) == 1).all()\n"
     )
-    may_lock_any = (
-        "setpriv --bounding-set -ipc_lock --inh-caps -ipc_lock" if os.geteuid() == 0 else ""
-    )
-    limited = [*may_lock_any.split(), "prlimit", f"--memlock={locked_bytes(SERVER_COPY_BYTES)}"]
+    as_user = "setpriv --bounding-set -ipc_lock --inh-caps -ipc_lock" if os.geteuid() == 0 else ""
+    limited = [*as_user.split(), "prlimit", f"--memlock={locked_bytes(SERVER_COPY_BYTES)}"]
     subprocess.run([*limited, sys.executable, "-c", program], check=True)
 
 
